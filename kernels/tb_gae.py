@@ -1,0 +1,222 @@
+"""Turn-boundary skip-observation generalised advantage estimation (TB-GAE) over packed trajectories.
+
+Per trajectory take only the tokens the policy sampled ("action tokens"), j = 1..M; observation tokens do not exist
+for the recursion. V_j is the value at the hidden state that *predicts* token j.
+
+    boundary(j) = turn(j+1) != turn(j)                                   j < M
+    (g_j, l_j)  = (gamma_u, lambda_u) at a boundary, else (gamma_w, lambda_w)
+    delta_j     = r_j + g_j V_{j+1} - V_j
+    A_j         = delta_j + g_j l_j A_{j+1}
+    end:        V_{M+1} = A_{M+1} = 0 when terminated;
+                when truncated V_{M+1} = value after the last observation, A_{M+1} = 0, g_M = gamma_u
+    return_j    = V_j + A_j computed with (critic_lambda_u, critic_lambda_w)
+
+gamma_w = lambda_w = 1 (the default) makes A_j + V_j equal for all tokens of a turn up to its next reward, so the
+recursion runs over turns instead of tokens:
+
+    G_k = R_k + gamma_u [(1 - lambda_u) V_first(k+1) + lambda_u G_{k+1}],     A_j = G_k(j) - V_j
+
+The idea (discount and trace decay only across turn boundaries) is that of Terminal-RSI (arXiv 2610.22192); the
+recursion of single tokens is GAE (arXiv 1506.02438).
+
+    tokens   o o a a o a a a         one trajectory, o = observation, a = action
+    turn     0 0 0 0 1 1 1 1
+    A        0 0 x x 0 x x x         j = 1..5; the only boundary is between the 2nd and the 3rd a
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._common import check_number, check_tensor, choose_impl
+
+
+class _Decay(NamedTuple):
+    """(gamma, lambda) across a turn boundary (u) and inside a turn (w), for advantages and for returns (critic_*)."""
+
+    gamma_u: float
+    lambda_u: float
+    gamma_w: float
+    lambda_w: float
+    critic_lambda_u: float
+    critic_lambda_w: float
+
+
+def tb_gae(
+    values: Tensor,
+    rewards: Tensor,
+    mask: Tensor,
+    turn_ids: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma_u: float = 1.0,
+    lambda_u: float = 0.95,
+    gamma_w: float = 1.0,
+    lambda_w: float = 1.0,
+    bootstrap_values: Tensor | None = None,
+    truncated: Tensor | None = None,
+    critic_lambda_u: float = 1.0,
+    critic_lambda_w: float = 1.0,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of T packed tokens in S trajectories. Not differentiable.
+
+    values, rewards: float32 [T] (float64 allowed with impl="torch"); values[t] is read at the hidden state that
+    predicts token t. mask: bool [T], True for tokens the policy sampled. turn_ids: int32 or int64 [T], compared
+    only between neighbouring action tokens of one trajectory. cu_seqlens: int32 or int64 [S+1], from 0 to T,
+    non-decreasing (empty trajectories allowed; checked where it lies on the CPU). truncated: bool [S], True for a
+    trajectory cut off without a verdict; its tail is bootstrapped with bootstrap_values, [S] like values, ignored
+    (may be NaN) for the others. Both or neither are given. All gammas and lambdas lie in [0, 1].
+
+    Returns (advantages [T], returns [T]) in the dtype of values, both 0 where mask is False; whatever values,
+    rewards and turn_ids hold there, NaN included, has no effect. Raises ValueError on wrong shapes, dtypes, devices
+    or parameters.
+    """
+    decay = _Decay(*(check_number(name, value, 0.0, 1.0) for name, value in (
+        ("gamma_u", gamma_u), ("lambda_u", lambda_u), ("gamma_w", gamma_w), ("lambda_w", lambda_w),
+        ("critic_lambda_u", critic_lambda_u), ("critic_lambda_w", critic_lambda_w))))
+    _check(values, rewards, mask, turn_ids, cu_seqlens, bootstrap_values, truncated)
+    values, rewards = values.detach(), rewards.detach()
+    if truncated is None or bootstrap_values is None:
+        tail = values.new_zeros(cu_seqlens.numel() - 1)
+    else:
+        tail = decay.gamma_u * torch.where(truncated, bootstrap_values.detach(), 0.0)  # g_M V_{M+1}
+    if values.numel() == 0:
+        return torch.zeros_like(values), torch.zeros_like(values)
+    choose_impl(impl, values)
+    if decay.gamma_w == decay.lambda_w == decay.critic_lambda_w == 1.0:
+        return _per_run(values, rewards, mask, turn_ids, cu_seqlens.long(), tail, decay)
+    return _per_token(values, rewards, mask, turn_ids, cu_seqlens.long(), tail, decay)
+
+
+def _check(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, cu_seqlens: Tensor,
+           bootstrap_values: Tensor | None, truncated: Tensor | None) -> None:
+    if values.dim() != 1:
+        raise ValueError(f"values: shape {tuple(values.shape)}, expected one dimension [T] of packed tokens")
+    shape, integers = tuple(values.shape), (torch.int32, torch.int64)
+    check_tensor("values", values, shape, values, (torch.float32, torch.float64))
+    check_tensor("rewards", rewards, shape, values, (values.dtype,))
+    check_tensor("mask", mask, shape, values, (torch.bool,))
+    check_tensor("turn_ids", turn_ids, shape, values, integers)
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)}, expected [S+1], at least [1]")
+    check_tensor("cu_seqlens", cu_seqlens, tuple(cu_seqlens.shape), values, integers)
+    if not cu_seqlens.is_cuda:
+        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        if first != 0 or last != shape[0]:
+            raise ValueError(f"cu_seqlens: runs from {first} to {last}, expected from 0 to T={shape[0]}")
+        if bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
+            raise ValueError(f"cu_seqlens: {cu_seqlens.tolist()} decreases; it must be non-decreasing offsets")
+    if (bootstrap_values is None) != (truncated is None):
+        raise ValueError("bootstrap_values and truncated: give both or neither")
+    if bootstrap_values is not None and truncated is not None:
+        num_sequences = (cu_seqlens.numel() - 1,)
+        check_tensor("bootstrap_values", bootstrap_values, num_sequences, values, (values.dtype,))
+        check_tensor("truncated", truncated, num_sequences, values, (torch.bool,))
+
+
+# ---------------------------------------------------------------------------------------------- torch reference
+
+
+def _per_run(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, cu_seqlens: Tensor, tail: Tensor,
+             decay: _Decay) -> tuple[Tensor, Tensor]:
+    """gamma_w = lambda_w = 1: recursion over runs.
+
+    A run is a stretch of neighbouring tokens of one trajectory, one turn and one mask value in which only the last
+    token has a reward. Inside it A_j + V_j is constant; between two runs of one turn (g, l) = (1, 1).
+    """
+    num_tokens = values.numel()
+    is_start = torch.empty(num_tokens, dtype=torch.bool, device=values.device)
+    is_start[0] = True
+    torch.ne(turn_ids[1:], turn_ids[:-1], out=is_start[1:])
+    is_start[1:] |= mask[1:] != mask[:-1]
+    is_start[1:] |= rewards[:-1] != 0
+    is_start[cu_seqlens[cu_seqlens < num_tokens]] = True
+    starts = is_start.nonzero().squeeze(1)
+    lengths = torch.diff(starts, append=starts.new_tensor([num_tokens]))
+    is_action = mask[starts]
+    action_starts = starts[is_action]
+    returns = _run_returns(action_starts, action_starts + lengths[is_action] - 1, values, rewards, turn_ids,
+                           cu_seqlens, tail, decay)
+    per_run = values.new_zeros(2, starts.numel())
+    per_run[:, is_action] = returns.to(values.dtype)
+    per_token = [row.repeat_interleave(lengths, output_size=num_tokens) for row in per_run]
+    return per_token[0].sub_(values).masked_fill_(~mask, 0.0), per_token[1]
+
+
+def _run_returns(first: Tensor, last: Tensor, values: Tensor, rewards: Tensor, turn_ids: Tensor, cu_seqlens: Tensor,
+                 tail: Tensor, decay: _Decay) -> Tensor:
+    """G of each action run, float64 [2, number of runs]: with lambda_u, with critic_lambda_u."""
+    num_runs = first.numel()
+    sequence = torch.searchsorted(cu_seqlens[1:], first, right=True)
+    turn = turn_ids[first]
+    ends = torch.ones(num_runs, dtype=torch.bool, device=first.device)
+    ends[:-1] = sequence[1:] != sequence[:-1]
+    crosses = torch.zeros_like(ends)
+    crosses[:-1] = turn[1:] != turn[:-1]
+    gamma = torch.where(crosses, decay.gamma_u, 1.0).double().masked_fill_(ends, 0.0)
+    next_value = torch.zeros(num_runs, dtype=torch.float64, device=first.device)
+    next_value[:-1] = values[first[1:]]
+    reward = rewards[last].double() + torch.where(ends, tail[sequence], 0.0)
+    lambdas = torch.tensor([[decay.lambda_u], [decay.critic_lambda_u]], dtype=torch.float64, device=first.device)
+    lambda_ = torch.where(crosses, lambdas, 1.0)
+    return _affine_scan(gamma * lambda_, reward + gamma * (1 - lambda_) * next_value)
+
+
+def _per_token(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, cu_seqlens: Tensor, tail: Tensor,
+               decay: _Decay) -> tuple[Tensor, Tensor]:
+    """Any (gamma_w, lambda_w): a blocked affine scan over the compacted action tokens of all trajectories."""
+    index = mask.nonzero().squeeze(1)
+    value, turn = values[index], turn_ids[index]
+    past_last = torch.searchsorted(index, cu_seqlens)  # number of action tokens before each offset
+    owns = past_last[1:] > past_last[:-1]
+    last = past_last[1:][owns] - 1
+    crosses = turn[1:] != turn[:-1]
+    gamma = torch.where(crosses, decay.gamma_u, decay.gamma_w).to(value.dtype)
+    delta = rewards[index].sub_(value)
+    last_delta = delta[last] + tail[owns]
+    delta[:-1].addcmul_(gamma, value[1:])
+    delta[last] = last_delta
+
+    lambdas = [(decay.lambda_u, decay.lambda_w), (decay.critic_lambda_u, decay.critic_lambda_w)]
+    lambdas = lambdas[:1] if lambdas[0] == lambdas[1] else lambdas
+    carry = value.new_zeros(len(lambdas), index.numel())
+    for row, (across, within) in zip(carry, lambdas, strict=True):
+        torch.mul(gamma, torch.where(crosses, across, within), out=row[:-1])
+        row[last] = 0.0
+    scanned = _affine_scan(carry, delta.expand_as(carry).clone())
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    advantages[index] = scanned[0]
+    returns[index] = scanned[-1].add_(value)
+    return advantages, returns
+
+
+_SCAN_BLOCK = 64
+
+
+def _affine_scan(a: Tensor, b: Tensor) -> Tensor:
+    """x_j = b_j + a_j x_{j+1} along the last dimension, x beyond the end = 0. a, b: [K, N], both overwritten.
+
+    Long inputs: blocks of 64 tokens advance together one token at a time, their first elements are scanned in turn,
+    and a last pass adds what enters each block: O(N) work in O(log N) vector steps. Short inputs: doubling.
+    """
+    num = a.shape[1]
+    if num <= 16 * _SCAN_BLOCK:
+        step = 1
+        while step < num:
+            b[:, :-step] += a[:, :-step] * b[:, step:]
+            a[:, :-step] *= a[:, step:].clone()
+            step *= 2
+        return b
+    pad = -num % _SCAN_BLOCK
+    a, b = (torch.nn.functional.pad(x, (0, pad)).unflatten(1, (-1, _SCAN_BLOCK)).permute(2, 0, 1).contiguous()
+            for x in (a, b))
+    for j in range(_SCAN_BLOCK - 2, -1, -1):
+        b[j].addcmul_(a[j], b[j + 1])
+        a[j].mul_(a[j + 1])
+    entering = torch.zeros_like(b[0])
+    entering[:, :-1] = _affine_scan(a[0].clone(), b[0].clone())[:, 1:]
+    return b.addcmul_(a, entering).permute(1, 2, 0).flatten(1)[:, :num]
