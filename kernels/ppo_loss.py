@@ -291,7 +291,7 @@ class _PpoLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = []
+        gradients: list[Tensor | None] = []
         for needed, gradient in zip(ctx.needs_input_grad, ctx.saved_tensors, strict=False):
             if not needed or gradient is None:
                 gradients.append(None)

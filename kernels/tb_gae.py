@@ -157,7 +157,7 @@ def _run_returns(first: Tensor, last: Tensor, values: Tensor, rewards: Tensor, t
     ends[:-1] = sequence[1:] != sequence[:-1]
     crosses = torch.zeros_like(ends)
     crosses[:-1] = turn[1:] != turn[:-1]
-    gamma = torch.where(crosses, decay.gamma_u, 1.0).double().masked_fill_(ends, 0.0)
+    gamma = _where(crosses, decay.gamma_u, 1.0, torch.float64).masked_fill_(ends, 0.0)
     next_value = torch.zeros(num_runs, dtype=torch.float64, device=first.device)
     next_value[:-1] = values[first[1:]]
     reward = rewards[last].double() + torch.where(ends, tail[sequence], 0.0)
@@ -175,7 +175,7 @@ def _per_token(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, 
     owns = past_last[1:] > past_last[:-1]
     last = past_last[1:][owns] - 1
     crosses = turn[1:] != turn[:-1]
-    gamma = torch.where(crosses, decay.gamma_u, decay.gamma_w).to(value.dtype)
+    gamma = _where(crosses, decay.gamma_u, decay.gamma_w, value.dtype)
     delta = rewards[index].sub_(value)
     last_delta = delta[last] + tail[owns]
     delta[:-1].addcmul_(gamma, value[1:])
@@ -185,13 +185,18 @@ def _per_token(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, 
     lambdas = lambdas[:1] if lambdas[0] == lambdas[1] else lambdas
     carry = value.new_zeros(len(lambdas), index.numel())
     for row, (across, within) in zip(carry, lambdas, strict=True):
-        torch.mul(gamma, torch.where(crosses, across, within), out=row[:-1])
+        torch.mul(gamma, _where(crosses, across, within, value.dtype), out=row[:-1])
         row[last] = 0.0
     scanned = _affine_scan(carry, delta.expand_as(carry).clone())
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     advantages[index] = scanned[0]
     returns[index] = scanned[-1].add_(value)
     return advantages, returns
+
+
+def _where(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
+    """torch.where on two Python floats, which by itself rounds both to float32."""
+    return torch.where(condition, torch.tensor(yes, dtype=dtype, device=condition.device), no)
 
 
 _SCAN_BLOCK = 64
