@@ -62,7 +62,8 @@ class Grid(msgspec.Struct, frozen=True):
         """``narrow`` puts intervals on a line of their own, for terminals of 80 columns."""
         table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for n, name in enumerate(self.header):
-            table.add_column(name.replace("_", "\n") if narrow else name, justify="left" if n == 0 else "right", no_wrap=True)
+            header = name.replace("_", "\n") if narrow else name
+            table.add_column(header, justify="left" if n == 0 else "right", no_wrap=True)
         for row in self.rows:
             table.add_row(*(cell.replace(" [", "\n[") if narrow else cell for cell in row))
         return table
