@@ -224,6 +224,7 @@ def plan(
     from .plan import format_bytes
     from .plan import plan as rows
 
+    print(f"{'run folder':<16} {config.run_dir}")
     for name, size, how in rows(config, bf16):
         print(f"{name:<16} {format_bytes(size):>10}   {how}")
 
