@@ -157,13 +157,13 @@ class _LinearLogprob(torch.autograd.Function):
             part = slice(start, min(start + chunk, num_rows))
             block = _scores(live[part], weight, 1.0 / temperature, scores[: part.stop - start])
             stats[:, part] = row_stats(block, column[part], here[part], entropy)
-        result, rows_entropy, log_z = combine_stats(stats, group)
+        result, rows_entropy, maximum, total = combine_stats(stats, group)
         if group is not None:
             check_found(result, stats, targets)
         ctx.temperature, ctx.entropy, ctx.group, ctx.chunk = temperature, entropy, group, chunk
         ctx.reduce_hidden_grad, ctx.num_tokens = reduce_hidden_grad, hidden.shape[0]
         ctx.kept_scores = scores if grad_enabled and chunk == num_rows and any(ctx.needs_input_grad) else None
-        ctx.save_for_backward(live, weight, column, here, rows, log_z, rows_entropy)
+        ctx.save_for_backward(live, weight, column, here, rows, maximum, total, rows_entropy)
         outputs = _scatter(result, rows, hidden.shape[0]), _scatter(rows_entropy, rows, hidden.shape[0])
         if not entropy:
             ctx.mark_non_differentiable(outputs[1])
@@ -171,23 +171,23 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        live, weight, column, here, rows, log_z, rows_entropy = ctx.saved_tensors
+        live, weight, column, here, rows, maximum, total, rows_entropy = ctx.saved_tensors
         if rows is not None:
             grad_logprob = grad_logprob[rows]
             grad_entropy = grad_entropy[rows] if ctx.entropy else grad_entropy
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        dtype, scale, num_rows = log_z.dtype, 1.0 / ctx.temperature, live.shape[0]
+        dtype, scale, num_rows = total.dtype, 1.0 / ctx.temperature, live.shape[0]
         grad_live = torch.empty(live.shape, dtype=dtype, device=live.device) if needs_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=live.device) if needs_weight else None
         kept, ctx.kept_scores = ctx.kept_scores, None  # used up in place; a second backward computes them again
-        scores = kept if kept is not None else log_z.new_empty(ctx.chunk, weight.shape[0])
+        scores = kept if kept is not None else total.new_empty(ctx.chunk, weight.shape[0])
         for start in range(0, num_rows, max(1, ctx.chunk)):
             part = slice(start, min(start + ctx.chunk, num_rows))
             block = scores[: part.stop - start]
             if kept is None:
                 _scores(live[part], weight, scale, block)
-            rows_gradient_(block, column[part], here[part], log_z[part], rows_entropy[part], grad_logprob[part],
-                           grad_entropy[part] if ctx.entropy else None)
+            rows_gradient_(block, column[part], here[part], maximum[part], total[part], rows_entropy[part],
+                           grad_logprob[part], grad_entropy[part] if ctx.entropy else None)
             _add_gradients(block, live[part], weight, scale, None if grad_live is None else grad_live[part],
                            grad_weight)
         grad_hidden = None

@@ -120,8 +120,8 @@ def row_stats(scores: Tensor, column: Tensor, here: Tensor, entropy: bool, scale
     return stats
 
 
-def combine_stats(stats: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob, entropy, logZ) of each row from the statistics of all ranks: one MAX and one SUM all-reduce."""
+def combine_stats(stats: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log-prob, entropy, M, S) of each row from the statistics of all ranks: one MAX and one SUM all-reduce."""
     if group is not None:
         maximum = stats[0].clone()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
@@ -136,12 +136,15 @@ def combine_stats(stats: Tensor, group: dist.ProcessGroup | None) -> tuple[Tenso
     maximum, total, weighted, target, found = stats
     log_total = total.log()
     result = target - maximum - log_total
-    return result.masked_fill_(found == 0, torch.nan), log_total - weighted / total, maximum + log_total
+    return result.masked_fill_(found == 0, torch.nan), log_total - weighted / total, maximum, total
 
 
-def rows_gradient_(scores: Tensor, column: Tensor, here: Tensor, log_z: Tensor, rows_entropy: Tensor | None,
+def rows_gradient_(scores: Tensor, column: Tensor, here: Tensor, maximum: Tensor, total: Tensor, rows_entropy: Tensor,
                    grad_logprob: Tensor, grad_entropy: Tensor | None, scale: float = 1.0) -> Tensor:
-    """Overwrite scores [R, V] by d loss / d (scores * scale), a few rows at a time; returns scores."""
+    """Overwrite scores [R, V] by d loss / d (scores * scale), a few rows at a time; returns scores.
+
+    M and S stay apart: M + log S would round away log S for scores of 1e4.
+    """
     dtype = accumulate_dtype(scores.dtype)
     num_rows, num_columns = scores.shape
     if num_columns == 0 or num_rows == 0:
@@ -151,13 +154,14 @@ def rows_gradient_(scores: Tensor, column: Tensor, here: Tensor, log_z: Tensor, 
         rows = slice(start, start + block)
         work = scores[rows].to(dtype)
         work = torch.mul(work, scale, out=work) if scale != 1.0 else work
-        work.sub_(log_z[rows, None])  # log p; in place where scores already has this dtype
-        if grad_entropy is None or rows_entropy is None:
-            work.exp_().mul_(-grad_logprob[rows, None])
+        work.sub_(maximum[rows, None])  # log (p S); in place where scores already has this dtype
+        if grad_entropy is None:
+            work.exp_().mul_((-grad_logprob[rows] / total[rows])[:, None])
         else:
-            probability = work.exp()
-            work.clamp_(min=-1e4).add_(rows_entropy[rows, None]).mul_(grad_entropy[rows, None])
-            work.add_(grad_logprob[rows, None]).mul_(probability).neg_()
+            exponential = work.exp()
+            work.clamp_(min=-1e4).mul_((-grad_entropy[rows] / total[rows])[:, None])
+            offset = rows_entropy[rows] - total[rows].log()
+            work.sub_(((grad_logprob[rows] + grad_entropy[rows] * offset) / total[rows])[:, None]).mul_(exponential)
         work.scatter_add_(1, column[rows, None], torch.where(here[rows], grad_logprob[rows], 0.0)[:, None])
         if work.dtype != scores.dtype:
             scores[rows] = work
@@ -171,27 +175,27 @@ class _Logprob(torch.autograd.Function):
         logits = logits.detach()
         column, here = local_targets(targets, vocab_start, logits.shape[1])
         stats = row_stats(logits, column, here, entropy, 1.0 / temperature)
-        result, rows_entropy, log_z = combine_stats(stats, group)
+        result, rows_entropy, maximum, total = combine_stats(stats, group)
         if group is not None:
             check_found(result, stats, targets)
         ignored = targets == IGNORE_INDEX
         result.masked_fill_(ignored, 0.0)
         rows_entropy.masked_fill_(ignored, 0.0)
         ctx.logits, ctx.inplace_grad, ctx.temperature, ctx.entropy = logits, inplace_grad, temperature, entropy
-        ctx.save_for_backward(targets, column, here, log_z, rows_entropy)
+        ctx.save_for_backward(targets, column, here, maximum, total, rows_entropy)
         if not entropy:
             ctx.mark_non_differentiable(rows_entropy)
         return result, rows_entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        targets, column, here, log_z, rows_entropy = ctx.saved_tensors
+        targets, column, here, maximum, total, rows_entropy = ctx.saved_tensors
         if ctx.logits is None:
             raise RuntimeError("logprob(inplace_grad=True): the logits were overwritten by the first backward")
         gradient = ctx.logits if ctx.inplace_grad else ctx.logits.clone()
         if ctx.inplace_grad:
             ctx.logits = None
-        rows_gradient_(gradient, column, here, log_z, rows_entropy, grad_logprob,
+        rows_gradient_(gradient, column, here, maximum, total, rows_entropy, grad_logprob,
                        grad_entropy if ctx.entropy else None, 1.0 / ctx.temperature)
         if ctx.temperature != 1.0:
             gradient.div_(ctx.temperature)

@@ -30,7 +30,8 @@ def oracle(values, rewards, mask, turns, offsets, gu, lu, gw, lw, bootstrap=None
         turn = turns[index]
         crosses = np.r_[turn[1:] != turn[:-1], True]
         end = bootstrap[s] if truncated is not None and truncated[s] else 0.0
-        out[index] = classic_gae(rewards[index], values[index], np.where(crosses, gu, gw), np.where(crosses, lu, lw), end)
+        gamma, lambda_ = np.where(crosses, gu, gw), np.where(crosses, lu, lw)
+        out[index] = classic_gae(rewards[index], values[index], gamma, lambda_, end)
     return out
 
 
