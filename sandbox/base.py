@@ -9,7 +9,7 @@ from typing import Protocol
 # Directories that exist, empty, in every new sandbox, besides the working directory, /tmp and $HOME.
 TRIAL_DIRECTORIES = ("/logs/agent", "/logs/verifier", "/logs/artifacts", "/tests", "/solution")
 # A working directory below one of these would hide or change the system of the sandbox.
-SYSTEM_DIRECTORIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/proc", "/dev", "/sys", "/var", "/run")
+SYSTEM_DIRECTORIES = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/sys", "/var", "/run")
 DEFAULT_OUTPUT_BYTES = 65536
 
 
@@ -21,9 +21,10 @@ class SandboxError(RuntimeError):
 class SandboxSpec:
     """One kind of sandbox. Two leases with equal specs, ``env`` and ``cpu_s`` aside, can share one warm box.
 
-    ``memory_mb`` counts all processes and the files together where control groups are writable, each process
-    alone elsewhere. ``disk_mb`` bounds each writable directory of a bubblewrap box. ``cpu_s`` bounds the processor
-    time of each process. ``image`` belongs to Docker; bubblewrap shows the host's /usr and takes None or "host".
+    ``memory_mb`` counts all processes and the files together where control groups are writable, else each process
+    alone and all processes by a watch. ``disk_mb`` bounds each writable directory of a bubblewrap box and each file
+    of a container. ``cpu_s`` bounds the processor time of each process. ``image`` belongs to Docker; bubblewrap shows
+    the host's /usr and takes None or "host".
     """
 
     workdir: str = "/app"
@@ -81,9 +82,7 @@ class Sandbox(Protocol):
     spec: SandboxSpec
     alive: bool
 
-    async def exec(
-        self, command: str, *, timeout_s: float, max_output_bytes: int = DEFAULT_OUTPUT_BYTES
-    ) -> ExecResult:
+    async def exec(self, command: str, *, timeout_s: float, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> ExecResult:
         """Run a command in the agent's one persistent bash: directory, variables and functions last.
 
         A time-out kills every process the command started and the shell itself; the next command finds a new shell

@@ -84,11 +84,9 @@ def _python() -> str:
 
 
 class BubblewrapSandbox(SupervisedSandbox):
-    """One box. ``control_groups=False`` bounds it by resource limits and a watch on memory, as unprivileged users get."""
+    """One box. ``control_groups=False``: resource limits and a watch on memory, as for unprivileged users."""
 
-    def __init__(
-        self, spec: SandboxSpec, scratch: Path | str | None = None, *, control_groups: bool = True
-    ) -> None:
+    def __init__(self, spec: SandboxSpec, scratch: Path | str | None = None, *, control_groups: bool = True) -> None:
         if spec.image not in (None, "host"):
             raise ValueError(f"image {spec.image!r} needs the docker sandbox; bubblewrap takes None or 'host'")
         super().__init__(spec)
@@ -123,8 +121,8 @@ class BubblewrapSandbox(SupervisedSandbox):
             launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(bwrap), str(identity), groups]
             self.process = subprocess.Popen(
                 [*launcher, *self._arguments(files)],
-                stdin=control,
-                stdout=control,
+                stdin=control.fileno(),
+                stdout=control.fileno(),
                 stderr=subprocess.PIPE,
                 pass_fds=(bwrap, *files),
                 env={"PATH": BASE_ENV["PATH"], RUN_VARIABLE: self.run_folder.id},
@@ -143,7 +141,8 @@ class BubblewrapSandbox(SupervisedSandbox):
             self.run_folder.note("cgroups", str(directory))
 
     def _arguments(self, etc_fds: list[int]) -> list[str]:
-        args = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
+        args = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
+        args += ["--cap-drop", "ALL", "--clearenv"]
         args += ["--uid", str(BOX_ID), "--gid", str(BOX_ID), "--hostname", "sandbox"]
         args += ["--disable-userns"] if _supports("--disable-userns") else []
         args += ["--share-net"] if self.spec.network else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import os
 import socket
 import struct
 from collections.abc import Collection, Mapping, Sequence
@@ -23,8 +22,8 @@ from .base import (
 SUPERVISOR = Path(__file__).with_name("supervisor.py").read_bytes()
 # python3 runs this; it reads the supervisor's size and source from standard input and becomes it.
 BOOTSTRAP = (
-    "import os\nn=int(os.read(0,8))\ns=b''\nwhile len(s)<n:\n p=os.read(0,n-len(s))\n"
-    " if not p: os._exit(1)\n s+=p\nexec(compile(s,'supervisor','exec'))"
+    "import os\ndef take(n):\n s=b''\n while len(s)<n:\n  s+=os.read(0,n-len(s)) or os._exit(1)\n return s\n"
+    "exec(compile(take(int(take(8))),'supervisor','exec'))"
 )
 REPLY_GRACE_S = 20.0  # beyond the time-out of a command; a supervisor that stays silent longer is dead
 MAX_REPLY_BYTES = 1 << 30
@@ -125,9 +124,7 @@ class SupervisedSandbox:
     watch_memory_bytes: int | None = None
 
     # -- the protocol ------------------------------------------------------------------------------------------
-    async def exec(
-        self, command: str, *, timeout_s: float, max_output_bytes: int = DEFAULT_OUTPUT_BYTES
-    ) -> ExecResult:
+    async def exec(self, command: str, *, timeout_s: float, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> ExecResult:
         request = {"op": "exec", "timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
         return _result(*await self._call(request, command.encode("utf-8", "replace"), timeout_s))
 
@@ -142,7 +139,7 @@ class SupervisedSandbox:
     ) -> ExecResult:
         if not argv:
             raise ValueError("argv is empty: it must name a program")
-        request = {"op": "run", "argv": list(argv), "env": dict(env or {}), "cwd": cwd}
+        request: dict[str, object] = {"op": "run", "argv": list(argv), "env": dict(env or {}), "cwd": cwd}
         request |= {"timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
         return _result(*await self._call(request, b"", timeout_s))
 
@@ -195,15 +192,17 @@ class SupervisedSandbox:
         self.spec = spec or self.spec
 
     def _config(self) -> dict[str, object]:
-        env = {**BASE_ENV, "HOME": self.home, **self.spec.env}
         return {
-            "env": env,
+            "env": {**self._base_env(), **self.spec.env},
             "workdir": self.spec.workdir,
             "roots": self._roots(),
             "directories": [self.spec.workdir, self.home, *TRIAL_DIRECTORIES],
             "limits": self._limits(),
             "watch_memory_bytes": self.watch_memory_bytes,
         }
+
+    def _base_env(self) -> dict[str, str]:
+        return {**BASE_ENV, "HOME": self.home}
 
     def _roots(self) -> list[tuple[str, int]]:
         """The writable directories with their modes; none lies below another."""
@@ -260,6 +259,7 @@ def _check_path(path: str) -> None:
 
 def _result(header: dict, body: bytes) -> ExecResult:
     if "error" in header:
-        raise SandboxError(f"the sandbox could not start a process: {header['message']} ({os.strerror(header['error'])})")
+        raise SandboxError(f"the sandbox could not start a process: {header['message']}")
     cut = header.pop("stdout_bytes")
-    return ExecResult(stdout=body[:cut].decode("utf-8", "replace"), stderr=body[cut:].decode("utf-8", "replace"), **header)
+    stdout, stderr = (part.decode("utf-8", "replace") for part in (body[:cut], body[cut:]))
+    return ExecResult(stdout=stdout, stderr=stderr, **header)

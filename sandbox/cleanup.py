@@ -77,7 +77,7 @@ class Run:
 
     @classmethod
     def enter(cls, scratch: Path | str | None, key: int, cleanup: Callable[[], None]) -> Run:
-        """The run folder of this process, made if need be. ``cleanup`` is called at exit unless ``leave`` came first."""
+        """The run folder of this process, made if need be. ``cleanup`` is called at exit, before ``leave``."""
         path = Path(scratch) if scratch else default_scratch()
         path.mkdir(parents=True, exist_ok=True)
         run = cls._open.get((path.resolve(), os.getpid()))

@@ -18,7 +18,9 @@ START_TRIES = 3
 FIRST_PAUSE_S = 0.2  # doubles after each failed start
 
 
-async def make_sandbox(kind: str, spec: SandboxSpec | None = None, scratch: Path | str | None = None) -> SupervisedSandbox:
+async def make_sandbox(
+    kind: str, spec: SandboxSpec | None = None, scratch: Path | str | None = None
+) -> SupervisedSandbox:
     """Start a sandbox. The one place that chooses a back end.
 
     ``scratch``: folder for what must be known to clean up after a crash; default ``$TMPDIR/megatron-rsi-<uid>``.

@@ -8,6 +8,7 @@ has no handler for; it is not dumpable, so it can be neither traced nor reached 
 descriptors are close-on-exec. The end of standard input means the host is gone: exit, and the kernel kills the rest.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -111,10 +112,8 @@ class Processes:
 
     def reap(self):
         """Collect the dead without waiting. Returns False when no child is left at all."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.read(self.wake_r, 4096)
-        except BlockingIOError:
-            pass
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -130,10 +129,8 @@ class Processes:
         """Kill everything but this process and wait until the kernel says that no child is left."""
         num_killed = len(list_processes())
         while True:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             try:
                 while True:
                     os.waitpid(-1, 0)
@@ -148,10 +145,8 @@ class Processes:
             if not victims:
                 return
             for pid in victims:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             select.select([self.wake_r], [], [], 0.02)
             self.reap()
         self.kill_all()  # a fork bomb outran the list
@@ -446,7 +441,7 @@ class Watch:
         poll = select.poll()
         for fd in (*self.open, self.processes.wake_r):
             poll.register(fd, select.POLLIN)
-        poll.register(self.control_in, 0)  # hang-up alone: the host is gone
+        poll.register(self.control_in, 0)
         if self.status is not None:
             poll.register(self.status, select.POLLIN)
         code = None
@@ -465,8 +460,8 @@ class Watch:
 
     def step(self, poll, events):
         code = None
-        for fd, event in events:
-            if fd == self.control_in:
+        for fd, _ in events:
+            if fd == self.control_in:  # registered for a hang-up alone
                 raise HostGone
             if fd in self.outputs:
                 self.collect(poll, fd)
@@ -508,22 +503,18 @@ class Watch:
             sent = 0
         except BrokenPipeError:  # the shell died; its status follows
             sent = len(data)
-        self.to_write = (fd, data[sent:]) if sent < len(data) else None
-        if self.to_write:
+        if sent < len(data):  # longer than the pipe: the rest as the shell reads
+            self.to_write = (fd, data[sent:])
             poll.register(fd, select.POLLOUT)
-        elif sent < len(data) or len(data) > 4096:
-            try:
-                poll.unregister(fd)
-            except KeyError:
-                pass
+        else:
+            self.to_write = None
+            poll.register(fd, 0)
 
     def check_memory(self):
         victim = self.processes.largest_over(self.config["watch_memory_bytes"])
         if victim is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 # -- the writable tree -----------------------------------------------------------------------------------------
