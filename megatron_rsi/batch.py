@@ -237,7 +237,7 @@ def _cut(s: Sample, limit: int) -> Sample | None:
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of ``sizes`` grouped so that each group's sum is at most ``capacity`` (longest first, first that fits)."""
+    """Indices of ``sizes`` in groups of a sum of at most ``capacity``: longest first, into the first that fits."""
     bins: list[tuple[int, list[int]]] = []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         for place, (used, members) in enumerate(bins):

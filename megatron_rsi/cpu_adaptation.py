@@ -6,8 +6,8 @@ few calls for the CPU and passes everything else on. ``torch`` itself stays as i
 would reach other libraries too and, for instance, silently break the rotary buffers of transformers.
 
 Two checks go through methods of ``torch.Tensor`` and cannot be reached by a proxy: ``Tensor.cuda()`` when tied
-embeddings are set up, and ``Tensor.type() == "torch.cuda.FloatTensor"`` in the optimizers. :func:`cuda_lookalike` answers
-them while a model or an optimizer is being *built*, and only then.
+embeddings are set up, and ``Tensor.type() == "torch.cuda.FloatTensor"`` in the optimizers. :func:`cuda_lookalike`
+answers them while a model or an optimizer is being *built*, and only then.
 """
 
 from __future__ import annotations

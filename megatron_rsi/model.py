@@ -199,7 +199,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(grad, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1), None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
@@ -280,7 +281,7 @@ def _spec(transformer: TransformerConfig, fused: bool) -> Any:
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = PackedAttention
-    parts.mlp.module = SwiGLUMLP
+    parts.mlp.module, parts.mlp.params = SwiGLUMLP, {"tp_group": mpu.get_tensor_model_parallel_group()}
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(transformer), layer_norm=RMSNorm)
 
 

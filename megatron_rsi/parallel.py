@@ -7,6 +7,7 @@ of one tensor x pipeline group hold one model together and see the same data; ``
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Said on every import and every rank; what is not installed shows in `doctor`.
+warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", module=r"megatron\.")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -26,7 +30,7 @@ def choose_device(device: str = "auto") -> tuple[torch.device, str]:
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"unknown device {device!r}, expected 'auto', 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda' but torch sees no GPU: install a CUDA build of torch or set world.device=cpu")
+        raise ValueError("device is 'cuda' but torch sees no GPU: install a CUDA build of torch or set world.device")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), "nccl"
@@ -54,7 +58,14 @@ class World:
 
     @classmethod
     def init(
-        cls, tp: int = 1, pp: int = 1, device: str = "auto", *, threads: int = 1, seed: int = 0, timeout_s: float = 1800.0
+        cls,
+        tp: int = 1,
+        pp: int = 1,
+        device: str = "auto",
+        *,
+        threads: int = 1,
+        seed: int = 0,
+        timeout_s: float = 1800.0,
     ) -> World:
         """Join (or, without torchrun, form) the process group and set up megatron-core's groups.
 

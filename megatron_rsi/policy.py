@@ -212,7 +212,7 @@ class Policy:
     def logprobs(
         self, batches: Sequence[PackedBatch], temperature: float = 1.0, entropy: bool = False
     ) -> list[Tensor] | list[tuple[Tensor, Tensor]]:
-        """Log-probs float32[T] of sampled tokens at ``temperature``, 0 elsewhere, on the CPU of every rank of the model.
+        """Log-probs float32[T] of sampled tokens at ``temperature``, 0 elsewhere, on the CPU of each rank of the model.
 
         With ``entropy`` pairs (log-probs, entropies). No gradient. Data-parallel ranks may pass different batches.
         """
@@ -381,7 +381,7 @@ class Policy:
 
     # ---- resume
     def state_dict(self) -> dict[str, Any]:
-        """This rank's weights, optimizer states, float32 master weights and step count. Load at the same layout only."""
+        """This rank's weights, optimizer states, float32 masters and step count. Loads at the same layout only."""
         return {
             "model": {name: p.detach().clone() for name, p in self._parameters.items()},
             "optimizer": [o.state_dict() for o in self._torch_optimizers()],

@@ -112,7 +112,7 @@ _REQUIRED = ModelConfig.__dataclass_fields__["hidden_size"].default
 class Rule:
     """One Megatron parameter. ``layer`` is None outside the layers, else the name is relative to that layer.
 
-    ``cut`` is one of ``copy``, ``rows``, ``columns``, ``qkv``, ``gate_up``; ``shapes`` are the full Hugging Face shapes.
+    ``cut``: ``copy``, ``rows``, ``columns``, ``qkv`` or ``gate_up``; ``shapes`` are the full Hugging Face shapes.
     """
 
     names: tuple[str, ...]
@@ -138,9 +138,7 @@ def rules(config: ModelConfig, value_head: bool = False) -> list[Rule]:
             for part, shape in (("weight", (1, hidden)), ("bias", (1,)))
         ]
     elif not config.tie_word_embeddings:
-        table.append(
-            Rule(("lm_head.weight",), ("output_layer.weight",), "rows", ((vocab, hidden),), last_stage=True)
-        )
+        table.append(Rule(("lm_head.weight",), ("output_layer.weight",), "rows", ((vocab, hidden),), last_stage=True))
     return table
 
 
@@ -217,5 +215,6 @@ def random_tensors(config: ModelConfig, seed: int = 0, std: float = 0.02) -> Ite
                 yield name, torch.ones(shape)
                 continue
             generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-            scale = (2 * config.num_hidden_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = (2 * config.num_hidden_layers) ** -0.5 if residual else 1.0
             yield name, torch.randn(shape, generator=generator) * (std * scale)
