@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def choose_impl(impl: str, tensor: Tensor) -> str:
     if impl == "triton":
         if triton is None:
             raise ValueError('impl="triton" but triton is not installed: pip install triton, or use impl="torch"')
-        if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        if not tensor.is_cuda and not interpreting():
             raise ValueError(f'impl="triton" needs CUDA tensors, got {tensor.device}: use impl="torch", '
                              "or set TRITON_INTERPRET=1 before the first import to run the interpreter")
         if tensor.dtype == torch.float64:
@@ -70,3 +71,13 @@ def check_number(name: str, value: float, low: float, high: float = math.inf, *,
         bracket = "(" if low_open else "["
         raise ValueError(f"{name}={value}: must be a finite number in {bracket}{low}, {high}]")
     return number
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current CUDA device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._common import check_number, check_tensor, choose_impl
+from ._common import check_number, check_tensor, choose_impl, jit, on_device, tl, triton
 
 _MAX_LOG_RATIO = 20.0
 _BLOCK = 1 << 14  # tokens a pass: all temporaries of a block stay in the cache
@@ -96,16 +96,18 @@ def ppo_loss(
     _check(tensors, mask, settings)
     first = logprob if logprob is not None else values
     assert first is not None
-    choose_impl(impl, first)
-    rows = None if mask is None else mask.nonzero().squeeze(1)
-    num_tokens = first.numel() if rows is None else rows.numel()
-    if num_tokens and not settings.num_tokens_global:
-        raise ValueError(f"num_tokens_global=0, but {num_tokens} tokens are live")
+    chosen = choose_impl(impl, first)
+    rows = None if mask is None or chosen == "triton" else mask.nonzero().squeeze(1)
+    if not settings.num_tokens_global and (first.numel() if mask is None else bool(mask.any())):
+        raise ValueError("num_tokens_global=0, but some tokens are live")
     constants = {name: tensor.detach() for name, tensor in tensors.items()
                  if tensor is not None and name not in ("logprob", "entropy", "values")}
     names = metric_names(logprob is not None, entropy is not None, ref_logprob is not None,
                          engine_logprob is not None, values is not None)
-    loss, metrics = _PpoLoss.apply(logprob, entropy, values, rows, constants, settings)
+    if chosen == "triton":
+        loss, metrics = _FusedPpoLoss.apply(logprob, entropy, values, mask, constants, settings, names)
+    else:
+        loss, metrics = _PpoLoss.apply(logprob, entropy, values, rows, constants, settings)
     return loss, dict(zip(names, metrics.unbind(), strict=True))
 
 
@@ -234,7 +236,11 @@ def _weighted_sum(x: Tensor, block: dict[str, Tensor]) -> Tensor:
 
 def _combine(names: list[str], blocks: list[list[Tensor]]) -> Tensor:
     """Metrics of all blocks, float64 [number of names]."""
-    table = torch.stack([torch.stack([entry.double() for entry in block]) for block in blocks])
+    return _merge(names, torch.stack([torch.stack([entry.double() for entry in block]) for block in blocks]))
+
+
+def _merge(names: list[str], table: Tensor) -> Tensor:
+    """Add up the rows of table, float64 [blocks, number of names]; take extremes where the name says so."""
     merged = table.sum(0)
     for column, name in enumerate(names):
         if name.endswith("_max"):
@@ -301,3 +307,158 @@ class _PpoLoss(torch.autograd.Function):
                 full = gradient.new_zeros(ctx.num_tokens)
                 gradients.append(full.index_copy_(0, ctx.rows, gradient * grad_loss))
         return *gradients, None, None, None
+
+
+# ----------------------------------------------------------------------------------------------- Triton kernels
+
+BLOCK_TOKENS = 1024
+NUM_WARPS = 4
+
+
+class _FusedPpoLoss(torch.autograd.Function):
+    """One launch writes the gradients (already divided by N) and one row of partial metrics a block."""
+
+    @staticmethod
+    def forward(ctx: Any, logprob: Tensor | None, entropy: Tensor | None, values: Tensor | None, mask: Tensor | None,
+                constants: dict[str, Tensor], settings: _Settings, names: list[str]) -> tuple[Tensor, Tensor]:
+        tensors = {"logprob": logprob, "entropy": entropy, "values": values, "mask": mask, **constants}
+        tensors = {name: None if x is None else x.detach().contiguous() for name, x in tensors.items()}
+        first = logprob if logprob is not None else values
+        assert first is not None
+        gradients = {name: torch.empty_like(x, memory_format=torch.contiguous_format)
+                     for name in ("logprob", "entropy", "values") if (x := tensors[name]) is not None}
+        num_tokens = first.numel()
+        num_blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
+        table = first.new_zeros(num_blocks, len(names) + 1)  # the first column is the loss
+        scale = 1.0 / settings.num_tokens_global if settings.num_tokens_global else 0.0
+        arguments = [tensors.get(name) for name in (
+            "logprob", "old_logprob", "advantages", "entropy", "ref_logprob", "engine_logprob", "values", "old_values",
+            "returns", "weights", "mask")]
+        if num_blocks:
+            with on_device(first):
+                _ppo_kernel[(num_blocks,)](
+                    *arguments, gradients.get("logprob"), gradients.get("entropy"), gradients.get("values"), table,
+                    num_tokens, len(names) + 1, scale, settings.clip_low, settings.clip_high, settings.dual_clip,
+                    settings.truncated_is, settings.kl_coef, settings.entropy_coef, settings.value_coef,
+                    settings.value_clip, BLOCK=BLOCK_TOKENS, num_warps=NUM_WARPS)
+        ctx.save_for_backward(*(gradients.get(name) for name in ("logprob", "entropy", "values")))
+        if num_blocks:
+            merged = _merge(["loss", *names], table.double())
+        else:
+            merged = table.new_tensor([0.0, 0.0, *_no_metrics(names[1:])], dtype=torch.float64)
+        metrics = merged[1:]
+        nothing = metrics[0] == 0
+        empty = torch.tensor(_no_metrics(names), dtype=torch.float64, device=first.device)
+        metrics = torch.where(nothing, empty, metrics)
+        ctx.mark_non_differentiable(metrics)
+        return (merged[0] * scale).to(first.dtype), metrics
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [gradient * grad_loss if needed and gradient is not None else None
+                     for needed, gradient in zip(ctx.needs_input_grad, ctx.saved_tensors, strict=False)]
+        return *gradients, None, None, None, None
+
+
+@jit
+def _k3(x):
+    """exp(x) - 1 - x; a series near 0, where the plain form has no digits left."""
+    series = x * x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040))))))
+    return tl.where(tl.abs(x) < 0.5, series, tl.exp(x) - 1.0 - x)
+
+
+@jit
+def _ppo_kernel(logprob_ptr, old_logprob_ptr, advantages_ptr, entropy_ptr, ref_logprob_ptr, engine_logprob_ptr,
+                values_ptr, old_values_ptr, returns_ptr, weights_ptr, mask_ptr, grad_logprob_ptr, grad_entropy_ptr,
+                grad_values_ptr, table_ptr, num_tokens, row_length, scale, clip_low, clip_high, dual_clip, truncated_is,
+                kl_coef, entropy_coef, value_coef, value_clip, BLOCK: tl.constexpr):
+    """Absent tensors and options are None, so their code is not compiled. Metrics follow the order of metric_names."""
+    block = tl.program_id(0).to(tl.int64)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    live = inside
+    if mask_ptr is not None:
+        live = tl.load(mask_ptr + token, mask=inside, other=0) != 0
+    out = table_ptr + block * row_length
+    weight = tl.where(live, 1.0, 0.0)
+    tl.store(out + 1, tl.sum(weight))
+    if weights_ptr is not None:
+        weight = tl.load(weights_ptr + token, mask=live, other=0.0)
+    loss = tl.zeros([BLOCK], tl.float32)
+    column = 2
+    if logprob_ptr is not None:
+        logprob = tl.load(logprob_ptr + token, mask=live, other=0.0)
+        old_logprob = tl.load(old_logprob_ptr + token, mask=live, other=0.0)
+        advantage = tl.load(advantages_ptr + token, mask=live, other=0.0)
+        log_ratio = tl.minimum(tl.maximum(logprob - old_logprob, -20.0), 20.0)
+        ratio = tl.exp(log_ratio)
+        clipped = tl.minimum(tl.maximum(ratio, 1.0 - clip_low), 1.0 + clip_high)
+        surrogate = ratio * advantage
+        objective = tl.minimum(surrogate, clipped * advantage)
+        if dual_clip is not None:
+            objective = tl.where(advantage < 0, tl.maximum(objective, dual_clip * advantage), objective)
+        gradient = tl.where(surrogate == objective, -surrogate, 0.0)
+        gap = tl.zeros([BLOCK], tl.float32)
+        importance = tl.full([BLOCK], 1.0, tl.float32)
+        if engine_logprob_ptr is not None:
+            gap = old_logprob - tl.load(engine_logprob_ptr + token, mask=live, other=0.0)
+            if truncated_is is not None:
+                importance = tl.minimum(tl.exp(tl.minimum(tl.maximum(gap, -20.0), 20.0)), truncated_is)
+                gradient *= importance
+                objective *= importance
+            gap = tl.abs(gap)
+        policy = -objective * weight
+        loss += policy
+        tl.store(out + 2, tl.sum(policy))
+        tl.store(out + 3, tl.sum(_k3(log_ratio)))
+        tl.store(out + 4, tl.sum(tl.where(live & (clipped != ratio), 1.0, 0.0)))
+        tl.store(out + 5, tl.max(tl.where(live, ratio, float("-inf"))))
+        tl.store(out + 6, tl.min(tl.where(live, ratio, float("inf"))))
+        column = 7
+        if entropy_ptr is not None:
+            entropy = tl.load(entropy_ptr + token, mask=live, other=0.0)
+            loss -= entropy_coef * weight * entropy
+            tl.store(out + column, tl.sum(entropy))
+            tl.store(grad_entropy_ptr + token, tl.where(live, -entropy_coef * scale * weight, 0.0), mask=inside)
+            column += 1
+        if ref_logprob_ptr is not None:
+            behind = tl.load(ref_logprob_ptr + token, mask=live, other=0.0) - logprob
+            behind = tl.where(live, tl.minimum(tl.maximum(behind, -20.0), 20.0), 0.0)
+            kl = _k3(behind)
+            gradient -= kl_coef * (kl + behind)  # exp(behind) - 1
+            loss += kl_coef * weight * kl
+            tl.store(out + column, tl.sum(kl))
+            column += 1
+        if engine_logprob_ptr is not None:
+            tl.store(out + column, tl.sum(gap))
+            tl.store(out + column + 1, tl.max(gap))
+            tl.store(out + column + 2, tl.sum(tl.where(live, importance, 0.0)))
+            column += 3
+        tl.store(grad_logprob_ptr + token, tl.where(live, gradient * weight * scale, 0.0), mask=inside)
+    if values_ptr is not None:
+        value = tl.load(values_ptr + token, mask=live, other=0.0)
+        target = tl.load(returns_ptr + token, mask=live, other=0.0)
+        error = value - target
+        squared = error * error
+        worst = squared
+        gradient = error
+        bound = tl.zeros([BLOCK], tl.float32)
+        if value_clip is not None:
+            old_value = tl.load(old_values_ptr + token, mask=live, other=0.0)
+            move = value - old_value
+            clipped_move = tl.minimum(tl.maximum(move, -value_clip), value_clip)
+            clipped_error = old_value + clipped_move - target
+            worst = tl.maximum(squared, clipped_error * clipped_error)
+            free = clipped_move == move
+            gradient = tl.where(free | (squared >= clipped_error * clipped_error), error, 0.0)
+            bound = tl.where(free, 0.0, 1.0)
+        value_loss = 0.5 * worst * weight
+        loss += value_coef * value_loss
+        tl.store(out + column, tl.sum(value_loss))
+        tl.store(out + column + 1, tl.sum(bound))
+        tl.store(out + column + 2, tl.sum(target))
+        tl.store(out + column + 3, tl.sum(target * target))
+        tl.store(out + column + 4, tl.sum(-error))
+        tl.store(out + column + 5, tl.sum(squared))
+        tl.store(grad_values_ptr + token, tl.where(live, gradient * (value_coef * scale) * weight, 0.0), mask=inside)
+    tl.store(out, tl.sum(loss))
