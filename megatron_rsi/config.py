@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import math
@@ -41,6 +42,7 @@ _TYPE_NAMES = {"int": "a whole number", "float": "a number", "str": "a string", 
 _PASS_THROUGH = ("sglang", "megatron")
 
 
+@functools.cache
 def _fields(cls: type) -> dict[str, typing.Any]:
     """Field name -> resolved type."""
     hints = typing.get_type_hints(cls)
@@ -51,6 +53,7 @@ def _sections() -> set[str]:
     return {name for name, kind in _fields(Config).items() if dataclasses.is_dataclass(kind)} | set(_PASS_THROUGH)
 
 
+@functools.cache
 def _known_keys() -> list[str]:
     keys: list[str] = []
     for name, kind in _fields(Config).items():
