@@ -149,8 +149,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     max_turns: int = 20
     memory_mb: int = 512
     docker_image: str | None = None
-    family: str = ""
-    num_subtasks: int = 1
+    baseline_fraction: float = 0.0  # f0: the share of checks that hold before anything is done
 
 
 class Runbook(msgspec.Struct, frozen=True, kw_only=True):

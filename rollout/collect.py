@@ -1,0 +1,193 @@
+"""Runs attempts: many trials at once over one engine and a pool of sandboxes.
+
+Every finished attempt is appended to the store before it counts, so a crash loses only attempts in flight, and an attempt
+that is in the store is never run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..sandbox import ExecResult, Sandbox, SandboxError, SandboxPool, SandboxSpec
+from .chat import Chat, Message
+from .engines.base import EngineError, PolicyEngine, Sampling
+from .errors import ERROR_POLICY, ErrorKind
+from .harness import Harness, make_harness
+from .integrity import evidence
+from .records import Completion, Task, Trajectory, Turn, Verdict
+from .store import Store
+from .tasks import environment_files
+from .verifier import verify
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What to run. The id also seeds the sampling, so the same attempt draws the same random numbers on any rank."""
+
+    attempt_id: str
+    task: Task
+    harness: str = "general"
+    temperature: float = 1.0
+    guidance: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_new_tokens: int = 48
+    command_timeout_s: float = 5.0
+    num_retries: int = 2
+    seed: int = 0
+    concurrency: int = 32
+    retry_delay_s: float = 0.5
+
+
+@dataclass
+class Counters:
+    """Live numbers for the progress display."""
+
+    started: int = 0
+    finished: int = 0
+    passed: int = 0
+    retried: int = 0
+    num_tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+class BoxTrial:
+    """The harness's view of the sandbox."""
+
+    def __init__(self, box: Sandbox, task: Task, limits: Limits):
+        self.box, self.task, self.limits = box, task, limits
+
+    async def execute(self, command: str) -> ExecResult:
+        return await self.box.exec(command, timeout_s=self.limits.command_timeout_s)
+
+    async def passes(self) -> bool:
+        return (await verify(self.box, self.task)).passed
+
+
+@dataclass
+class Episode:
+    """The turns of one trial so far and the tokens the policy has seen."""
+
+    history: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    stop_reason: ErrorKind | None = None
+
+    def add(self, context: list[int], completion: Completion, command: str, observation: str, code: int | None) -> None:
+        self.history += context + completion.ids
+        self.turns.append(
+            Turn(context_ids=context, completion=completion, command=command, observation=observation, exit_code=code)
+        )
+
+
+class Collector:
+    """Runs attempts with one engine and one pool. Its results are records, never exceptions, save for a full disk."""
+
+    def __init__(self, engine: PolicyEngine, pool: SandboxPool, chat: Chat, limits: Limits):
+        self.engine, self.pool, self.chat, self.limits = engine, pool, chat, limits
+        self.counters = Counters()
+
+    async def run(
+        self, attempts: Sequence[Attempt], store: Store[Trajectory], progress: Callable[[Counters], None] | None = None
+    ) -> None:
+        """Runs every attempt that the store does not hold yet."""
+        done = {t.attempt_id for t in store.read()}
+        waiting = iter([a for a in attempts if a.attempt_id not in done])
+
+        async def worker() -> None:
+            for attempt in waiting:
+                self.counters.started += 1
+                trajectory = await self._with_retries(attempt)
+                store.append(trajectory)
+                self._count(trajectory)
+                if progress is not None:
+                    progress(self.counters)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(self.limits.concurrency, len(attempts))):
+                group.create_task(worker())
+        store.sync()
+
+    def _count(self, trajectory: Trajectory) -> None:
+        counters = self.counters
+        counters.finished += 1
+        counters.passed += trajectory.verdict.passed
+        counters.num_tokens += trajectory.num_action_tokens
+        for kind in (trajectory.verdict.error, trajectory.stop_reason):
+            if kind is not None:
+                counters.errors[kind.value] += 1
+
+    async def _with_retries(self, attempt: Attempt) -> Trajectory:
+        for number in range(self.limits.num_retries + 1):
+            trajectory = await self._once(attempt)
+            error = trajectory.verdict.error
+            if error is None or not ERROR_POLICY[error].retry or number == self.limits.num_retries:
+                return trajectory
+            self.counters.retried += 1
+            await asyncio.sleep(self.limits.retry_delay_s * 2**number)
+        raise AssertionError("unreachable")
+
+    async def _once(self, attempt: Attempt) -> Trajectory:
+        began, episode, task = time.monotonic(), Episode(), attempt.task
+        try:
+            spec = SandboxSpec(workdir=task.workdir, env=task.env, memory_mb=task.memory_mb, image=task.docker_image)
+            async with self.pool.lease(spec) as box:
+                await box.write_files(environment_files(task))
+                await self._play(attempt, box, episode)
+                verdict = await verify(box, task)
+        except SandboxError as error:
+            verdict = Verdict(error=ErrorKind.INFRASTRUCTURE, message=str(error)[:500])
+        except EngineError as error:
+            verdict = Verdict(error=ErrorKind.ENGINE, message=str(error)[:500])
+        except ValueError as error:  # a task that this back end cannot run
+            verdict = Verdict(error=ErrorKind.TASK_INVALID, message=str(error)[:500])
+        finally:
+            self.engine.release(attempt.attempt_id)
+        flags = evidence(task.path, episode.turns)
+        if flags:
+            verdict = Verdict(
+                passed=False, fraction=0.0, checks=verdict.checks, integrity=flags, error=verdict.error, message=verdict.message
+            )
+        return Trajectory(
+            attempt_id=attempt.attempt_id, task_id=task.task_id, harness=attempt.harness, turns=episode.turns, verdict=verdict,
+            temperature=attempt.temperature, stop_reason=episode.stop_reason, guidance=attempt.guidance,
+            wall_s=time.monotonic() - began,
+        )
+
+    async def _play(self, attempt: Attempt, box: Sandbox, episode: Episode) -> None:
+        harness, trial = make_harness(attempt.harness), BoxTrial(box, attempt.task, self.limits)
+        context = self.chat.opening(harness.opening(attempt.task, attempt.guidance))
+        try:
+            async with asyncio.timeout(attempt.task.agent_timeout_s):
+                while context is not None:
+                    context = await self._turn(attempt, harness, trial, episode, context)
+        except TimeoutError:
+            episode.stop_reason = ErrorKind.AGENT_TIMEOUT
+
+    async def _turn(
+        self, attempt: Attempt, harness: Harness, trial: BoxTrial, episode: Episode, context: list[int]
+    ) -> list[int] | None:
+        """One policy call and its effect. Returns the tokens that lead into the next turn, None at the end."""
+        if len(episode.turns) >= attempt.task.max_turns:
+            episode.stop_reason = ErrorKind.TURN_LIMIT
+            return None
+        prompt = episode.history + context
+        room = self.engine.context - len(prompt)
+        if room <= self.limits.max_new_tokens // 4:
+            episode.stop_reason = ErrorKind.CONTEXT_LIMIT
+            return None
+        sampling = Sampling(
+            temperature=attempt.temperature, max_new_tokens=min(self.limits.max_new_tokens, room),
+            stop_ids=(self.chat.stop_id,), seed=f"{self.limits.seed}:{attempt.attempt_id}",
+        )
+        completion = await self.engine.generate(prompt, sampling, attempt.attempt_id)
+        reaction = await harness.react(self.chat.text_of(completion.ids), trial)
+        episode.add(context, completion, reaction.command, reaction.observation or "", reaction.exit_code)
+        if reaction.observation is None:
+            return None
+        return self.chat.after(completion.finish, [Message("tool", reaction.observation)])

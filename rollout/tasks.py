@@ -1,0 +1,146 @@
+"""Reads Harbor task folders (schema 1.4). What cannot be honoured is refused by name, never ignored."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from .records import Task
+
+REQUIRED = ("instruction.md", "task.toml", "tests/test.sh")
+KNOWN = {
+    "": {"schema_version", "source", "task", "metadata", "agent", "verifier", "environment", "solution"},
+    "task": {"name", "version", "description", "authors", "keywords"},
+    "agent": {"timeout_sec", "network_mode"},
+    "verifier": {"timeout_sec", "environment_mode"},
+    "environment": {"network_mode", "memory_mb", "workdir", "docker_image", "build_timeout_sec", "cpus", "storage_mb", "env"},
+    "solution": set(),
+}
+
+
+class Table:
+    """One table of task.toml. Every key is read with its type, and the keys that nobody knows are refused."""
+
+    def __init__(self, where: Path, name: str, values: Any):
+        if not isinstance(values, dict):
+            raise ValueError(f"{where}: [{name}] must be a table")
+        unknown = set(values) - KNOWN.get(name, set(values))
+        if unknown:
+            table = f"[{name}]" if name else "the top level"
+            raise ValueError(f"{where}: {table} has {sorted(unknown)}, which this trainer does not support")
+        self.where, self.name, self.values = where, name, values
+
+    def get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key, default)
+        kinds = (int, float) if isinstance(default, float) else (type(default),)
+        if default is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+            raise ValueError(f"{self.where}: {self.name}.{key} is {value!r}, expected {kinds[-1].__name__}")
+        return value
+
+
+def load_task(folder: Path | str) -> Task:
+    """Reads and checks one task folder. Raises ValueError that names the file and says what to change."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"task folder {folder} does not exist")
+    for name in REQUIRED:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} is not a Harbor task: {name} is missing")
+    path = folder / "task.toml"
+    try:
+        document = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    instruction = (folder / "instruction.md").read_text().strip()
+    if not instruction:
+        raise ValueError(f"{folder / 'instruction.md'} is empty")
+    root = Table(path, "", document)
+    agent, verifier, environment, metadata = (
+        Table(path, name, root.values.get(name, {})) for name in ("agent", "verifier", "environment", "metadata")
+    )
+    _refuse(agent, environment, verifier)
+    env = environment.get("env", {})
+    return Task(
+        task_id=folder.name, path=str(folder), instruction=instruction, workdir=environment.get("workdir", "/app"),
+        env={str(k): str(v) for k, v in env.items()}, agent_timeout_s=float(agent.get("timeout_sec", 120.0)),
+        verifier_timeout_s=float(verifier.get("timeout_sec", 600.0)), max_turns=metadata.get("max_turns", 20),
+        memory_mb=environment.get("memory_mb", 512), docker_image=environment.get("docker_image", None),
+        baseline_fraction=_fraction(metadata),
+    )
+
+
+def _fraction(metadata: Table) -> float:
+    value = float(metadata.get("baseline_fraction", 0.0))
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{metadata.where}: metadata.baseline_fraction must lie in [0, 1), got {value}")
+    return value
+
+
+def _refuse(agent: Table, environment: Table, verifier: Table) -> None:
+    for table in (agent, environment):
+        mode = table.get("network_mode", "no-network")
+        if mode != "no-network":
+            raise ValueError(f"{table.where}: {table.name}.network_mode = {mode!r}; only 'no-network' is supported")
+    mode = verifier.get("environment_mode", "shared")
+    if mode != "shared":
+        raise ValueError(f"{verifier.where}: verifier.environment_mode = {mode!r}; only 'shared' is supported")
+
+
+def load_suite(folder: Path | str) -> list[Task]:
+    """Every task below ``folder``, sorted by name. One malformed task is an error that names it."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"task suite {folder} does not exist; make one with: python -m megatron_rsi tasks generate DIR")
+    tasks = [load_task(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+    if not tasks:
+        raise ValueError(f"{folder} holds no task folders")
+    return tasks
+
+
+def environment_files(task: Task) -> dict[str, bytes]:
+    """Files of the start state by absolute path, read from ``environment/Dockerfile``: FROM, WORKDIR and COPY only.
+
+    Raises ValueError for a Dockerfile that needs a real image build.
+    """
+    environment = Path(task.path) / "environment"
+    dockerfile = environment / "Dockerfile"
+    files: dict[str, bytes] = {}
+    if not dockerfile.exists():
+        return files
+    for line in filter(None, (raw.split("#", 1)[0].strip() for raw in dockerfile.read_text().splitlines())):
+        verb, _, rest = line.partition(" ")
+        if verb in ("FROM", "WORKDIR"):
+            continue
+        if verb != "COPY" or len(rest.split()) != 2:
+            raise ValueError(f"{dockerfile}: {line!r} needs an image build; bubblewrap knows FROM, WORKDIR and COPY A B")
+        source, target = rest.split()
+        files |= _copied(environment, environment / source, target)
+    return files
+
+
+def _copied(environment: Path, source: Path, target: str) -> dict[str, bytes]:
+    if not source.resolve().is_relative_to(environment.resolve()):
+        raise ValueError(f"{environment}/Dockerfile copies from outside its folder: {source}")
+    if source.is_dir():
+        return {f"{target.rstrip('/')}/{p.relative_to(source)}": p.read_bytes() for p in sorted(source.rglob("*")) if p.is_file()}
+    if not source.is_file():
+        raise ValueError(f"{environment}/Dockerfile copies {source.name}, which does not exist")
+    return {target + source.name if target.endswith("/") else target: source.read_bytes()}
+
+
+def content_hash(task: Task) -> str:
+    """sha256 over the task's instruction and start files: equal for the same instance under another name."""
+    digest = hashlib.sha256(task.instruction.encode())
+    for path, data in sorted(environment_files(task).items()):
+        digest.update(f"\0{path}\0".encode() + data)
+    return digest.hexdigest()
+
+
+def require_disjoint(train: list[Task], held_out: list[Task], name: str) -> None:
+    """Raises ValueError when a task of ``held_out`` is also a training task."""
+    known = {content_hash(task): task.task_id for task in train}
+    for task in held_out:
+        if (twin := known.get(content_hash(task))) is not None:
+            raise ValueError(f"task {task.task_id} of suite {name} equals training task {twin}; remove one of them")

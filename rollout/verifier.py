@@ -1,0 +1,107 @@
+"""Runs a task's tests in its sandbox and reads the verdict.
+
+Order: every agent process is dead, old reward files are gone, only then are the tests uploaded and run in a clean
+process. A missing, empty or invalid reward is an error of the verifier, never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..sandbox import Sandbox
+from .errors import ErrorKind
+from .records import Check, Task, Verdict
+
+LOGS = "/logs/verifier"
+
+
+@lru_cache(maxsize=4096)
+def _tests(task_path: str) -> dict[str, bytes]:
+    root = Path(task_path) / "tests"
+    return {f"/tests/{p.relative_to(root)}": p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+async def verify(box: Sandbox, task: Task) -> Verdict:
+    """Raises SandboxError when the sandbox itself fails (infrastructure)."""
+    await box.kill_processes()
+    clean = ["/bin/rm", "-rf", "--", f"{LOGS}/reward.txt", f"{LOGS}/reward.json", f"{LOGS}/ctrf.json", "/tests"]
+    await box.run(clean, timeout_s=10.0)
+    await box.write_files(_tests(task.path), executable=("/tests/test.sh",))
+    script = f"/tests/test.sh > {LOGS}/test-stdout.txt 2>&1"
+    result = await box.run(["/bin/bash", "-c", script], timeout_s=task.verifier_timeout_s)
+    if result.timed_out:
+        return Verdict(error=ErrorKind.VERIFIER_TIMEOUT, message=f"no verdict in {task.verifier_timeout_s} s")
+    try:
+        return await _read(box)
+    finally:  # a retry harness lets the agent go on: it must not find the tests
+        await box.run(["/bin/rm", "-rf", "--", "/tests"], timeout_s=10.0)
+
+
+async def _optional(box: Sandbox, name: str) -> bytes | None:
+    try:
+        return await box.read_file(f"{LOGS}/{name}")
+    except FileNotFoundError:
+        return None
+
+
+async def _read(box: Sandbox) -> Verdict:
+    as_json = await _optional(box, "reward.json")
+    as_text = await _optional(box, "reward.txt") if as_json is None else None
+    report = await _optional(box, "ctrf.json")
+    return parse(as_json, as_text, report)
+
+
+def parse(as_json: bytes | None, as_text: bytes | None, report: bytes | None) -> Verdict:
+    """Reward files and CTRF report to a verdict.
+
+    Passed means a reward of 1 and, when there is a report, at least one check and every check passed: an empty report
+    or only skipped checks are no success.
+
+    >>> parse(None, b"1", None).passed, parse(None, b"", None).error.value
+    (True, 'verifier_failed')
+    """
+    reward = _reward(as_json, as_text)
+    if isinstance(reward, str):
+        return Verdict(error=ErrorKind.VERIFIER_FAILED, message=reward)
+    if report is None:
+        return Verdict(passed=reward >= 1.0, fraction=min(1.0, max(0.0, reward)))
+    checks = _checks(report)
+    if isinstance(checks, str):
+        return Verdict(error=ErrorKind.VERIFIER_FAILED, message=checks)
+    total = sum(c.weight for c in checks)
+    fraction = sum(c.weight for c in checks if c.passed) / total if total else 0.0
+    passed = reward >= 1.0 and bool(checks) and all(c.passed for c in checks)
+    return Verdict(passed=passed, fraction=fraction, checks=checks)
+
+
+def _reward(as_json: bytes | None, as_text: bytes | None) -> float | str:
+    """The reward, or what is wrong with it."""
+    if as_json is None and as_text is None:
+        return "the tests wrote neither reward.json nor reward.txt"
+    try:
+        if as_json is not None:
+            values = json.loads(as_json)
+            value = values["reward"] if "reward" in values else next(iter(values.values()))
+            number = float(value)
+        else:
+            number = float(as_text.decode())  # type: ignore[union-attr]
+    except (ValueError, TypeError, AttributeError, StopIteration, UnicodeDecodeError) as error:
+        return f"the reward file is invalid: {error!r}"
+    return number if math.isfinite(number) else f"the reward is {number}"
+
+
+def _checks(report: bytes) -> list[Check] | str:
+    try:
+        tests: Any = json.loads(report)["results"]["tests"]
+        latest: dict[str, Check] = {}
+        for test in tests:
+            name, passed = str(test["name"]), test["status"] == "passed"
+            # A name reported twice has passed only if it passed every time.
+            latest[name] = Check(name=name, passed=passed and (name not in latest or latest[name].passed))
+        return list(latest.values())
+    except (ValueError, TypeError, KeyError) as error:
+        return f"ctrf.json is invalid: {error!r}"
