@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._common import INPUT_DTYPES, check_number, check_tensor, choose_impl
+from ._common import INPUT_DTYPES, check_number, check_tensor, choose_impl, jit, on_device, tl, triton
 
 IGNORE_INDEX = -100
 _ROW_BLOCK_BYTES = 1 << 20  # working copy of a few rows at a time: stays in the cache
@@ -56,8 +56,8 @@ def logprob(
     temperature = check_number("temperature", temperature, 0.0, low_open=True)
     if group is None:
         check_range(targets, vocab_start, logits.shape[1])
-    choose_impl(impl, logits)
-    result, rows_entropy = _Logprob.apply(logits, targets, temperature, entropy, vocab_start, group, inplace_grad)
+    result, rows_entropy = _Logprob.apply(logits, targets, temperature, entropy, vocab_start, group, inplace_grad,
+                                          choose_impl(impl, logits) == "triton")
     return result, rows_entropy if entropy else None
 
 
@@ -171,10 +171,10 @@ def rows_gradient_(scores: Tensor, column: Tensor, here: Tensor, maximum: Tensor
 class _Logprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy: bool, vocab_start: int,
-                group: dist.ProcessGroup | None, inplace_grad: bool) -> tuple[Tensor, Tensor]:
+                group: dist.ProcessGroup | None, inplace_grad: bool, fused: bool) -> tuple[Tensor, Tensor]:
         logits = logits.detach()
         column, here = local_targets(targets, vocab_start, logits.shape[1])
-        stats = row_stats(logits, column, here, entropy, 1.0 / temperature)
+        stats = (_launch_stats if fused else row_stats)(logits, column, here, entropy, 1.0 / temperature)
         result, rows_entropy, maximum, total = combine_stats(stats, group)
         if group is not None:
             check_found(result, stats, targets)
@@ -182,6 +182,7 @@ class _Logprob(torch.autograd.Function):
         result.masked_fill_(ignored, 0.0)
         rows_entropy.masked_fill_(ignored, 0.0)
         ctx.logits, ctx.inplace_grad, ctx.temperature, ctx.entropy = logits, inplace_grad, temperature, entropy
+        ctx.fused = fused
         ctx.save_for_backward(targets, column, here, maximum, total, rows_entropy)
         if not entropy:
             ctx.mark_non_differentiable(rows_entropy)
@@ -192,15 +193,22 @@ class _Logprob(torch.autograd.Function):
         targets, column, here, maximum, total, rows_entropy = ctx.saved_tensors
         if ctx.logits is None:
             raise RuntimeError("logprob(inplace_grad=True): the logits were overwritten by the first backward")
-        gradient = ctx.logits if ctx.inplace_grad else ctx.logits.clone()
+        logits, scale = ctx.logits, 1.0 / ctx.temperature
         if ctx.inplace_grad:
             ctx.logits = None
-        rows_gradient_(gradient, column, here, maximum, total, rows_entropy, grad_logprob,
-                       grad_entropy if ctx.entropy else None, 1.0 / ctx.temperature)
-        if ctx.temperature != 1.0:
-            gradient.div_(ctx.temperature)
-        gradient.masked_fill_((targets == IGNORE_INDEX)[:, None], 0.0)
-        return gradient, None, None, None, None, None, None
+        live = targets != IGNORE_INDEX
+        grads = grad_logprob, grad_entropy if ctx.entropy else None
+        if ctx.fused:
+            gradient = logits if ctx.inplace_grad and logits.is_contiguous() else torch.empty_like(
+                logits, memory_format=torch.contiguous_format)
+            _launch_gradient(gradient, logits, column, here, live, maximum, total, rows_entropy, *grads, scale)
+        else:
+            gradient = logits if ctx.inplace_grad else logits.clone()
+            rows_gradient_(gradient, column, here, maximum, total, rows_entropy, *grads, scale)
+            if scale != 1.0:
+                gradient.mul_(scale)
+            gradient.masked_fill_(~live[:, None], 0.0)
+        return gradient, None, None, None, None, None, None, None
 
 
 def check_found(result: Tensor, stats: Tensor, targets: Tensor) -> None:
@@ -210,3 +218,112 @@ def check_found(result: Tensor, stats: Tensor, targets: Tensor) -> None:
     lost = (targets != IGNORE_INDEX) & result.isnan() & stats[0].isfinite()
     if bool(lost.any()):
         raise ValueError(f"targets: {int(targets[lost][0])} lies outside the vocabulary of every rank of the group")
+
+
+# ----------------------------------------------------------------------------------------------- Triton kernels
+
+BLOCK_COLUMNS = 4096
+NUM_WARPS = 8
+
+
+def _columns(num_columns: int) -> int:
+    return min(BLOCK_COLUMNS, max(128, triton.next_power_of_2(num_columns)))
+
+
+def _launch_stats(logits: Tensor, column: Tensor, here: Tensor, entropy: bool, scale: float) -> Tensor:
+    """row_stats in one pass over the logits, one program a row."""
+    num_rows, num_columns = logits.shape
+    stats = torch.zeros(5, num_rows, dtype=torch.float32, device=logits.device)
+    stats[4] = here
+    if num_rows:
+        logits = logits.contiguous()
+        with on_device(logits):
+            _stats_kernel[(num_rows,)](logits, torch.where(here, column, -1), stats, num_rows, num_columns, scale,
+                                       ENTROPY=entropy, BLOCK=_columns(num_columns), num_warps=NUM_WARPS)
+    return stats
+
+
+def _launch_gradient(gradient: Tensor, logits: Tensor, column: Tensor, here: Tensor, live: Tensor, maximum: Tensor,
+                     total: Tensor, rows_entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None,
+                     scale: float) -> None:
+    """gradient [T, V] = d loss / d logits, one read and one write; gradient may be logits."""
+    num_rows, num_columns = logits.shape
+    if num_rows == 0 or num_columns == 0:
+        return
+    block = _columns(num_columns)
+    coefficients = row_coefficients(total, rows_entropy, grad_logprob, grad_entropy)
+    with on_device(logits):
+        _gradient_kernel[(num_rows, triton.cdiv(num_columns, block))](
+            gradient, logits.contiguous(), torch.where(here, column, -1), live, maximum, coefficients, num_rows,
+            num_columns, scale, ENTROPY=grad_entropy is not None, BLOCK=block, num_warps=NUM_WARPS)
+
+
+def row_coefficients(total: Tensor, rows_entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None) -> Tensor:
+    """[3, R] with dz = 1[target] c_0 - exp(z - M) (c_1 + c_2 (z - M)), so that kernels take no logarithm."""
+    if grad_entropy is None:
+        return torch.stack([grad_logprob, grad_logprob / total, torch.zeros_like(total)])
+    offset = grad_logprob + grad_entropy * (rows_entropy - total.log())
+    return torch.stack([grad_logprob, offset / total, grad_entropy / total])
+
+
+@jit
+def update_stats(z, maximum, total, weighted, ENTROPY: tl.constexpr):
+    """Online softmax: fold the scores z [rows, columns] into M, S, U [rows]. -inf is the identity of M."""
+    top = tl.maximum(maximum, tl.max(z, 1))
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    factor = tl.exp(maximum - shift)
+    shifted = z - shift[:, None]
+    exponential = tl.exp(shifted)
+    if ENTROPY:
+        drop = tl.maximum(maximum - shift, -1e4)  # 0 * -inf is NaN; exp(-1e4) is 0 as well
+        weighted = factor * (weighted + drop * total) + tl.sum(exponential * tl.maximum(shifted, -1e4), 1)
+    total = factor * total + tl.sum(exponential, 1)
+    return top, total, weighted
+
+
+@jit
+def score_gradient(z, is_target, maximum, at_target, constant, slope, ENTROPY: tl.constexpr):
+    """dz of row_coefficients for scores z [rows, columns]."""
+    shifted = z - maximum[:, None]
+    inner = constant[:, None]
+    if ENTROPY:
+        inner = inner + slope[:, None] * tl.maximum(shifted, -1e4)
+    return tl.where(is_target, at_target[:, None], 0.0) - tl.exp(shifted) * inner
+
+
+@jit
+def _stats_kernel(logits_ptr, column_ptr, stats_ptr, num_rows, num_columns, scale, ENTROPY: tl.constexpr,
+                  BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.load(column_ptr + row)
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    weighted = tl.zeros([1], tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        offset = start + tl.arange(0, BLOCK)
+        z = tl.load(logits_ptr + row * num_columns + offset, mask=offset < num_columns, other=float("-inf"))
+        maximum, total, weighted = update_stats((z.to(tl.float32) * scale)[None, :], maximum, total, weighted, ENTROPY)
+    target = tl.load(logits_ptr + row * num_columns + column, mask=column >= 0, other=0.0).to(tl.float32) * scale
+    one = tl.arange(0, 1)
+    tl.store(stats_ptr + row + one, maximum)
+    tl.store(stats_ptr + num_rows + row + one, total)
+    tl.store(stats_ptr + 2 * num_rows + row + one, weighted)
+    tl.store(stats_ptr + 3 * num_rows + row, target)
+
+
+@jit
+def _gradient_kernel(gradient_ptr, logits_ptr, column_ptr, live_ptr, maximum_ptr, coefficients_ptr, num_rows,
+                     num_columns, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    one = row + tl.arange(0, 1)
+    live = tl.load(live_ptr + row) != 0
+    column = tl.load(column_ptr + row)
+    z = tl.load(logits_ptr + row * num_columns + offset, mask=(offset < num_columns) & live, other=float("-inf"))
+    gradient = score_gradient(
+        (z.to(tl.float32) * scale)[None, :], (offset == column)[None, :], tl.load(maximum_ptr + one),
+        tl.load(coefficients_ptr + one), tl.load(coefficients_ptr + num_rows + one),
+        tl.load(coefficients_ptr + 2 * num_rows + one), ENTROPY)
+    gradient = tl.where(live, gradient * scale, 0.0)
+    pointers = gradient_ptr + row * num_columns + offset[None, :]
+    tl.store(pointers, gradient.to(gradient_ptr.dtype.element_ty), mask=offset[None, :] < num_columns)

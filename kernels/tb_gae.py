@@ -242,8 +242,8 @@ def _launch(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, cu_
     block = _BLOCK_TOKENS if values.is_cuda else 64
     with on_device(values):
         _tb_gae_kernel[(num_sequences,)](
-            values.contiguous(), rewards.contiguous(), mask.contiguous(), turn_ids.contiguous(), cu_seqlens.contiguous(),
-            tail, advantages, returns, *decay, BLOCK=block, num_warps=NUM_WARPS)
+            values.contiguous(), rewards.contiguous(), mask.contiguous(), turn_ids.contiguous(),
+            cu_seqlens.contiguous(), tail, advantages, returns, *decay, BLOCK=block, num_warps=NUM_WARPS)
     return advantages, returns
 
 
