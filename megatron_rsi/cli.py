@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +44,7 @@ def train(
     run: str | None = None,
     seed: int | None = None,
     base: str | None = None,
+    nproc: int = 1,
     overrides: Overrides = (),
 ) -> None:
     """Run the whole loop, or resume it: the same command on the same run folder goes on where it stopped.
@@ -52,12 +54,38 @@ def train(
         run: Run folder (run_dir).
         seed: Seed of the run.
         base: Hugging Face Qwen3 checkpoint to start from; without it the preset's tiny base is made.
+        nproc: Processes on this machine; as torchrun --standalone --nproc-per-node, without its stack trace.
         overrides: Dotted overrides of the configuration, key=value, for example rpr.updates=4.
     """
     config = _config(preset, run, seed, base, overrides)
+    if nproc > 1 and "RANK" not in os.environ:
+        _launch(nproc)
+        return
     from .train import train as run_loop
 
     run_loop(config, sys.argv)
+
+
+def _launch(nproc: int) -> None:
+    """Runs this command line in ``nproc`` processes; SystemExit with the code of the first that failed."""
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failed process has said why
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    layout = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="train", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0,
+    )  # fmt: skip
+    try:
+        elastic_launch(layout, sys.executable)("-m", "megatron_rsi", *sys.argv[1:])
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        if code < 0:  # by a signal: nobody has said anything
+            print(f"error: a training process ended by signal {-code}", file=sys.stderr)
+        raise SystemExit(code if code > 0 else 128 - code) from None
 
 
 def collect(
@@ -280,12 +308,15 @@ def arrange(arguments: Sequence[str]) -> list[str]:
 
 def _fail(message: str) -> int:
     rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(2)  # a mistake that all ranks find is told once: rank 0 has ended the job by then
     print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr, flush=True)
     return 2
 
 
 def _dispatch(arguments: Sequence[str]) -> None:
-    subcommand_cli_from_dict(COMMANDS, prog="megatron-rsi", description=__doc__.splitlines()[0], args=arrange(arguments))
+    summary = (__doc__ or "").splitlines()[0]
+    subcommand_cli_from_dict(COMMANDS, prog="megatron-rsi", description=summary, args=arrange(arguments))
 
 
 def run_command(arguments: Sequence[str]) -> int:

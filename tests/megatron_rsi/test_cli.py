@@ -66,6 +66,13 @@ def test_other_ranks_say_which_they_are() -> None:
     assert command("report", "nowhere", RANK="1").stderr.startswith("error on rank 1: ")
 
 
+def test_a_mistake_found_by_two_processes_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a run folder")
+    done = command("train", "--nproc", "2", "--run", str(tmp_path / "file"), "world.device=cpu")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert [line[:7] for line in done.stderr.splitlines()] == ["error: "], done.stderr
+
+
 def test_an_unknown_option_has_exit_code_2() -> None:
     assert command("train", "--prest", "tiny").returncode == 2
 
