@@ -19,7 +19,8 @@ from .base import (
     Snapshot,
 )
 
-SUPERVISOR = Path(__file__).with_name("supervisor.py").read_bytes()
+SUPERVISOR_FILES = ("inside_processes.py", "inside_tree.py", "supervisor.py")
+SUPERVISOR = b"\n".join(Path(__file__).with_name(name).read_bytes() for name in SUPERVISOR_FILES)
 # python3 runs this; it reads the supervisor's size and source from standard input and becomes it.
 BOOTSTRAP = (
     "import os\ndef take(n):\n s=b''\n while len(s)<n:\n  s+=os.read(0,n-len(s)) or os._exit(1)\n return s\n"
@@ -125,6 +126,7 @@ class SupervisedSandbox:
 
     # -- the protocol ------------------------------------------------------------------------------------------
     async def exec(self, command: str, *, timeout_s: float, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> ExecResult:
+        _check_timeout(timeout_s)
         request = {"op": "exec", "timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
         return _result(*await self._call(request, command.encode("utf-8", "replace"), timeout_s))
 
@@ -137,6 +139,7 @@ class SupervisedSandbox:
         cwd: str = "/",
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
     ) -> ExecResult:
+        _check_timeout(timeout_s)
         if not argv:
             raise ValueError("argv is empty: it must name a program")
         request: dict[str, object] = {"op": "run", "argv": list(argv), "env": dict(env or {}), "cwd": cwd}
@@ -250,6 +253,11 @@ class SupervisedSandbox:
             self._busy = False
             if not finished:
                 await self.close()
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not 0 < timeout_s < 1e6:
+        raise ValueError(f"timeout_s={timeout_s} must be positive and finite")
 
 
 def _check_path(path: str) -> None:

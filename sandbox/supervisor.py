@@ -1,17 +1,16 @@
 """Process 1 of a sandbox: starts the commands, bounds them, kills them. Runs inside, from the standard library alone.
 
-The host sends this file's source down standard input to a bare python3 (any from 3.8), then request frames; replies
-come back on standard output. A frame is two big-endian uint32 (header bytes, body bytes), a JSON header, a body.
+The host sends the source, inside_*.py and this file as one, down standard input to a bare python3 (any from 3.8),
+then request frames; replies come back on standard output. A frame is two big-endian uint32 (header bytes, body
+bytes), a JSON header, a body.
 
 The agent runs under the same user, so this process protects itself: the kernel ignores signals to process 1 that it
 has no handler for; it is not dumpable, so it can be neither traced nor reached through /proc/1/fd; and the control
 descriptors are close-on-exec. The end of standard input means the host is gone: exit, and the kernel kills the rest.
 """
 
-import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import resource
@@ -19,12 +18,14 @@ import select
 import signal
 import stat
 import struct
-import sys
-import termios
 import time
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # inside a sandbox the three files are one namespace
+    from .inside_processes import PR_SET_DUMPABLE, Capture, Processes, list_processes, read_now
+    from .inside_tree import add_to_archive, extract, remove_entry, shared_memory_left, wipe
+
 SCRIPT_FD, STATUS_FD, OUT_FD, ERR_FD = 0, 61, 63, 64  # of the agent's shell; high, so that agents can use 3..60
-PR_SET_DUMPABLE = 4
 TIMEOUT_CODE = 124
 
 
@@ -32,166 +33,10 @@ class HostGone(Exception):
     """The control channel is closed."""
 
 
-class Capture:
-    """The first and the last half of up to ``limit`` bytes of one output."""
-
-    def __init__(self, limit):
-        self.half = max(limit // 2, 0)
-        self.limit, self.total = limit, 0
-        self.head, self.tail = bytearray(), bytearray()
-
-    def feed(self, data):
-        self.total += len(data)
-        room = self.half - len(self.head)
-        if room > 0:
-            self.head += data[:room]
-            data = data[room:]
-        self.tail += data
-        if len(self.tail) > 2 * self.limit + 65536:
-            del self.tail[: -self.limit or None]
-
-    @property
-    def truncated(self):
-        return self.total > self.limit
-
-    def value(self):
-        if not self.truncated:
-            return bytes(self.head + self.tail)
-        tail = bytes(self.tail[len(self.tail) - self.half :])
-        omitted = self.total - len(self.head) - len(tail)
-        return bytes(self.head) + b"\n[... %d bytes omitted ...]\n" % omitted + tail
-
-
-class Processes:
-    """Starts children and collects every dead process: orphans of the agent end up here too."""
-
-    def __init__(self, control_fds):
-        self.control_fds = control_fds
-        self.statuses = {}  # of children that somebody waits for: pid -> None, then the exit code
-        self.limits = []
-        self.wake_r, wake_w = os.pipe()
-        os.set_blocking(self.wake_r, False)
-        os.set_blocking(wake_w, False)
-        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-
-    def spawn(self, argv, env, cwd, fds):
-        """Start a process in its own session with ``fds`` (target -> source). OSError(EAGAIN) at the process limit."""
-        pid = os.fork()
-        if pid == 0:
-            try:
-                self._become(argv, env, cwd, fds)
-            except BaseException as error:
-                os.write(2, f"{argv[0]}: {error}\n".encode("utf-8", "replace"))
-            finally:
-                os._exit(127)
-        self.statuses[pid] = None
-        return pid
-
-    def _become(self, argv, env, cwd, fds):
-        for fd in self.control_fds:
-            os.close(fd)
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        os.setsid()
-        for target, source in fds.items():
-            os.dup2(source, target)
-        prefer_as_memory_victim()
-        for kind, value in self.limits:
-            resource.setrlimit(kind, (value, value))
-        try:
-            os.chdir(cwd)
-        except OSError:
-            os.chdir("/")
-        os.umask(0o022)
-        os.execvpe(argv[0], argv, env)
-
-    def running(self, pid):
-        return pid in self.statuses and self.statuses[pid] is None
-
-    def reap(self):
-        """Collect the dead without waiting. Returns False when no child is left at all."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.wake_r, 4096)
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return False
-            if pid == 0:
-                return True
-            if pid in self.statuses:
-                code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
-                self.statuses[pid] = code
-
-    def kill_all(self):
-        """Kill everything but this process and wait until the kernel says that no child is left."""
-        num_killed = len(list_processes())
-        while True:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-            try:
-                while True:
-                    os.waitpid(-1, 0)
-            except ChildProcessError:
-                self.statuses.clear()
-                return num_killed
-
-    def kill_except(self, spared):
-        """Kill every process outside ``spared``, also those that fork while being killed."""
-        for _ in range(50):
-            victims = [pid for pid in list_processes() if pid not in spared]
-            if not victims:
-                return
-            for pid in victims:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            select.select([self.wake_r], [], [], 0.02)
-            self.reap()
-        self.kill_all()  # a fork bomb outran the list
-
-    def largest_over(self, limit_bytes):
-        """The biggest process when all of them together hold more than ``limit_bytes`` of memory, else None."""
-        sizes = {}
-        for pid in list_processes():
-            try:
-                with open(f"/proc/{pid}/statm", "rb") as file:
-                    sizes[pid] = int(file.read().split()[1]) * resource.getpagesize()
-            except (OSError, IndexError):
-                continue
-        return max(sizes, key=sizes.get) if sum(sizes.values()) > limit_bytes else None
-
-
-def list_processes():
-    """Process ids other than this one; zombies included."""
-    try:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-    except OSError:
-        return []
-
-
-def prefer_as_memory_victim():
-    """Let the kernel kill the commands, not this supervisor, when memory runs out."""
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self belongs to root
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-    except OSError:
-        pass  # only a preference; the limit itself holds
-
-
-def read_now(fd, most=None):
-    """What a pipe holds at this moment, at most ``most`` bytes, without waiting for more."""
-    waiting = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0]
-    waiting = waiting if most is None else min(waiting, most)
-    return os.read(fd, waiting) if waiting else b""
-
-
 class Shell:
     """The agent's persistent bash. It reads its script from a pipe; each command is one eval."""
 
-    def __init__(self, processes, env, cwd):
+    def __init__(self, processes, env, cwds):
         self.last_code = 0
         script_r, self.script = os.pipe()
         self.status, status_w = os.pipe()
@@ -201,7 +46,7 @@ class Shell:
         os.set_blocking(self.script, False)
         fds = {SCRIPT_FD: script_r, 1: null, 2: null, STATUS_FD: status_w, OUT_FD: out_w, ERR_FD: err_w}
         try:
-            self.pid = processes.spawn(["bash"], env, cwd, fds)
+            self.pid = processes.spawn(["bash"], env, cwds, fds)
         except OSError:
             self.close()
             raise
@@ -258,7 +103,10 @@ class Supervisor:
     def serve(self):
         self.reply({"hello": os.getpid()})
         while True:
-            ready, _, _ = select.select([self.control_in, self.processes.wake_r], [], [])
+            watched = self.config.get("watch_memory_bytes")
+            ready, _, _ = select.select([self.control_in, self.processes.wake_r], [], [], 0.2 if watched else None)
+            if watched:
+                self.processes.keep_below(watched)
             if self.processes.wake_r in ready:
                 self.processes.reap()
             if self.control_in in ready:
@@ -280,14 +128,14 @@ class Supervisor:
         if self.shell and self.processes.running(self.shell.pid):
             return
         self.drop_shell()
-        cwd = cwd or self.config["workdir"]
+        cwds = [path for path in (cwd, self.config["workdir"], "/") if path]  # an agent may have removed the first
         try:
-            self.shell = Shell(self.processes, self.config["env"], cwd)
+            self.shell = Shell(self.processes, self.config["env"], cwds)
         except OSError as error:
             if error.errno != errno.EAGAIN:
                 raise
             self.processes.kill_all()  # the agent used up its processes; only it is to blame
-            self.shell = Shell(self.processes, self.config["env"], cwd)
+            self.shell = Shell(self.processes, self.config["env"], cwds)
 
     def drop_shell(self):
         if self.shell:
@@ -324,7 +172,11 @@ class Supervisor:
         null = os.open("/dev/null", os.O_RDWR)
         env = {**self.config["env"], **request["env"]}
         try:
-            pid = self.processes.spawn(request["argv"], env, request["cwd"], {0: null, 1: out_w, 2: err_w})
+            pid = self.processes.spawn(request["argv"], env, [request["cwd"]], {0: null, 1: out_w, 2: err_w})
+        except OSError:
+            os.close(out)
+            os.close(err)
+            raise
         finally:
             for fd in (null, out_w, err_w):
                 os.close(fd)
@@ -470,7 +322,7 @@ class Watch:
             elif fd == self.processes.wake_r:
                 self.processes.reap()
         if self.config["watch_memory_bytes"]:
-            self.check_memory()
+            self.processes.keep_below(self.config["watch_memory_bytes"])
         return self.processes.statuses.get(self.pid) if code is None else code
 
     def collect(self, poll, fd):
@@ -510,87 +362,6 @@ class Watch:
             self.to_write = None
             poll.register(fd, 0)
 
-    def check_memory(self):
-        victim = self.processes.largest_over(self.config["watch_memory_bytes"])
-        if victim is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
-
-
-# -- the writable tree -----------------------------------------------------------------------------------------
-def wipe(root, mode):
-    """Empty a directory that an agent may have filled with anything, and give it its mode back."""
-    if not os.path.isdir(root):
-        return
-    os.chmod(root, mode)
-    try:
-        remove_entries(root)
-    except (OSError, RecursionError):  # deeper than paths or this interpreter can go: the tools do not mind
-        os.spawnv(os.P_WAIT, "/bin/chmod", ["chmod", "-R", "u+rwX", root])
-        os.spawnv(os.P_WAIT, "/usr/bin/find", ["find", root, "-mindepth", "1", "-delete"])
-        if os.listdir(root):
-            raise OSError(errno.ENOTEMPTY, "could not be emptied", root) from None
-
-
-def remove_entries(directory):
-    with os.scandir(directory) as entries:
-        found = list(entries)
-    for entry in found:
-        remove_entry(entry.path, entry.is_dir(follow_symlinks=False))
-
-
-def remove_entry(path, is_directory):
-    if not is_directory:
-        os.unlink(path)
-        return
-    try:
-        os.rmdir(path)
-    except OSError:
-        os.chmod(path, 0o700)
-        remove_entries(path)
-        os.rmdir(path)
-
-
-def shared_memory_left():
-    for name in ("shm", "sem", "msg"):
-        try:
-            with open("/proc/sysvipc/" + name, "rb") as file:
-                if file.read().count(b"\n") > 1:
-                    return True
-        except OSError:
-            pass
-    return False
-
-
-def add_to_archive(archive, path):
-    """Add a file or a directory with all below; sockets are left out, unreadable files are read all the same."""
-    info = archive.gettarinfo(path, arcname=path.lstrip("/"))
-    if info is None:
-        return
-    readable = 0o500 if info.isdir() else 0o400
-    if (info.isfile() or info.isdir()) and info.mode & readable != readable:
-        os.chmod(path, info.mode | readable)
-    if info.isfile():
-        with open(path, "rb") as file:
-            archive.addfile(info, file)
-    else:
-        archive.addfile(info)
-    if info.isdir():
-        for name in sorted(os.listdir(path)):
-            add_to_archive(archive, os.path.join(path, name))
-    if info.isfile() or info.isdir():
-        os.chmod(path, info.mode)
-
-
-def extract(data):
-    import io
-    import tarfile
-
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        if hasattr(tarfile, "fully_trusted_filter"):
-            archive.extraction_filter = staticmethod(tarfile.fully_trusted_filter)
-        archive.extractall("/")
-
 
 def main():
     control_in, control_out = os.dup(0), os.dup(1)
@@ -605,7 +376,6 @@ def main():
     try:
         Supervisor(control_in, control_out).serve()
     except (HostGone, BrokenPipeError):
-        sys.stdout = None
         os._exit(0)
 
 
