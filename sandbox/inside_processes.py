@@ -122,9 +122,9 @@ class Processes:
                 return num_killed
 
     def kill_except(self, spared):
-        """Kill every process outside ``spared``, also those that fork while being killed."""
+        """Kill every process outside ``spared`` and not below one of them, also those that fork while being killed."""
         for _ in range(50):
-            victims = [pid for pid in list_processes() if pid not in spared]
+            victims = [pid for pid in list_processes() if not is_below(pid, spared)]
             if not victims:
                 return
             for pid in victims:
@@ -146,6 +146,17 @@ class Processes:
         if sum(sizes.values()) > limit_bytes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(max(sizes, key=sizes.get), signal.SIGKILL)
+
+
+def is_below(pid, ancestors):
+    """Whether a process, or one it descends from, is among ``ancestors``. Orphans descend from process 1 alone."""
+    while pid > 1 and pid not in ancestors:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(file.read().rpartition(b")")[2].split()[1])
+        except OSError:
+            return True  # gone: nothing to kill
+    return pid > 1
 
 
 def enter_first(cwds):
