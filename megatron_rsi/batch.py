@@ -154,6 +154,12 @@ class Sample:
             truncated,
         )
 
+    @classmethod
+    def plain(cls, sequence_id: str, tokens: list[int], mask: list[bool]) -> Sample:
+        """One that nobody rolled out: no turns, no log-probs, no reward."""
+        zeros = [0] * len(tokens)
+        return cls(sequence_id, tokens, mask, zeros, [0.0] * len(tokens))
+
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)

@@ -8,6 +8,7 @@ each with a hand-written backward that reads its inputs once.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -256,6 +257,7 @@ def build_model(
     config.check_parallel(world.tp, world.pp)
     fused = HAVE_TRANSFORMER_ENGINE and world.device.type == "cuda"
     transformer = _transformer_config(config, world, bf16, fused, overrides or {})
+    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)  # "Unknown MLP type"
     with cuda_lookalike(world.device):
         model = HiddenStates(
             transformer,

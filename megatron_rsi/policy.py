@@ -99,6 +99,9 @@ class Policy:
         self.model: HiddenStates = build_model(
             config, world, bf16=self.optimizer_config.bf16, value_head=value_head, overrides=megatron
         )
+        self._rules = tables.rules(config, value_head)
+        self._parameters = dict(self.model.named_parameters())
+        self._mark_shards()
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=False,
@@ -108,9 +111,23 @@ class Policy:
         self.model.config.finalize_model_grads_func = _sum_gradients
         with cuda_lookalike(world.device):
             self.optimizer = _build_optimizer(self.optimizer_config, self.ddp, self.model)
-        self._rules = tables.rules(config, value_head)
-        self._parameters = dict(self.model.named_parameters())
         self._schedule = get_forward_backward_func()
+
+    def _mark_shards(self) -> None:
+        """Megatron marks tensor-parallel shards only while it initialises weights, which is skipped here. Without the
+        mark a shard passes for a replica, and the gradient norm silently counts the first rank's shards alone."""
+        for rule in self._rules:
+            parameter = self._local(rule)
+            if parameter is not None and rule.cut != "copy":
+                _mark_shard(parameter, dim=1 if rule.cut == "columns" else 0)
+        if self._has_tied_copy:
+            _mark_shard(self.model.output_layer.weight, dim=0)
+
+    @property
+    def _has_tied_copy(self) -> bool:
+        """With pipeline stages, the last one holds its own copy of a tied embedding."""
+        tied = self.model.share_embeddings_and_output_weights
+        return tied and self.world.pp > 1 and self.world.is_last_stage
 
     @property
     def num_parameters(self) -> int:
@@ -134,8 +151,9 @@ class Policy:
             if parameter is not None:
                 full = [given[name].to(parameter.device) for name in rule.names]
                 parameter.copy_(tables.shard(rule, full, self.config, self.world.tp_rank, self.world.tp))
-            if rule.names == ("model.embed_tokens.weight",):
-                self._load_tied_head(given[rule.names[0]])
+        if self._has_tied_copy:
+            shards = given["model.embed_tokens.weight"].chunk(self.world.tp)
+            self.model.output_layer.weight.copy_(shards[self.world.tp_rank])
         self.optimizer.reload_model_params()
 
     def _check_names(self, given: Mapping[str, Tensor]) -> None:
@@ -164,11 +182,6 @@ class Policy:
 
     def _local_layer(self, layer: int) -> int:
         return layer % (self.config.num_hidden_layers // self.world.pp)
-
-    def _load_tied_head(self, embedding: Tensor) -> None:
-        """With pipeline stages, the last one holds its own copy of a tied embedding."""
-        if self.world.pp > 1 and self.world.is_last_stage and self.model.share_embeddings_and_output_weights:
-            self.model.output_layer.weight.copy_(embedding.chunk(self.world.tp)[self.world.tp_rank])
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names, one at a time and in a fixed order, on every rank.
@@ -381,11 +394,14 @@ class Policy:
 
     # ---- resume
     def state_dict(self) -> dict[str, Any]:
-        """This rank's weights, optimizer states, float32 masters and step count. Loads at the same layout only."""
+        """This rank's weights, optimizer states, float32 masters and step count, copied to the CPU.
+
+        Loads at the same layout only.
+        """
         return {
-            "model": {name: p.detach().clone() for name, p in self._parameters.items()},
-            "optimizer": [o.state_dict() for o in self._torch_optimizers()],
-            "masters": [[p.detach().clone() for g in o.param_groups for p in g["params"]] for o in self._masters()],
+            "model": _copy_to_cpu(self._parameters),
+            "optimizer": _copy_to_cpu([o.state_dict() for o in self._torch_optimizers()]),
+            "masters": _copy_to_cpu([[p for g in o.param_groups for p in g["params"]] for o in self._masters()]),
             "num_steps": self.num_steps,
             "layout": self.layout,
         }
@@ -430,6 +446,19 @@ class Policy:
 
 
 _REDUCERS: dict[str, Callable[[float, float], float]] = {"sum": lambda a, b: a + b, "max": max, "min": min}
+
+
+def _copy_to_cpu(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if isinstance(tree, dict):
+        return {key: _copy_to_cpu(value) for key, value in tree.items()}
+    return [_copy_to_cpu(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def _mark_shard(parameter: Tensor, dim: int) -> None:
+    for name, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
+        setattr(parameter, name, value)
 
 
 def _reducer(name: str) -> str:
