@@ -6,11 +6,9 @@ Runs once a run folder; ``--base DIR`` skips it and takes any Hugging Face Qwen3
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from . import batch as packing
@@ -21,6 +19,7 @@ from .parallel import World
 from .policy import ModelConfig, OptimizerConfig, Outputs, Policy
 from .rollout.chat import TINY, Chat
 from .settings import BaseTraining, Config
+from .weights import random_tensors
 
 
 def model_config(config: Config) -> ModelConfig:
@@ -31,17 +30,6 @@ def model_config(config: Config) -> ModelConfig:
         vocab_size=m.vocab_size, rope_theta=m.rope_theta, rms_norm_eps=m.rms_norm_eps,
         tie_word_embeddings=m.tie_embeddings, max_position_embeddings=m.context,
     )  # fmt: skip
-
-
-def initial_tensors(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Normal(0, 0.02) matrices, output matrices of a block scaled by 1/sqrt(2 layers), norms at one."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, shape in config.hf_shapes():
-        if len(shape) == 1:
-            yield name, torch.ones(shape)
-            continue
-        scale = 0.02 / math.sqrt(2 * config.num_hidden_layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-        yield name, torch.randn(shape, generator=generator) * scale
 
 
 def rate(step: int, settings: BaseTraining) -> float:
@@ -62,34 +50,36 @@ def next_token_loss(num_tokens: int) -> Callable[[Outputs, PackedBatch], tuple[T
 
 
 def make_base(config: Config, world: World, folder: Path, report: Callable[[int, int, float], None]) -> Path:
-    """Trains and writes ``folder`` (config.json, model.safetensors, tokenizer.json); returns it. Kept when complete."""
-    if (folder / "DONE").exists():
+    """Trains and writes ``folder`` (config.json, model.safetensors, tokenizer.json); returns it. Kept when it exists."""
+    if folder.exists():
         return folder
     settings = config.base_training
     tokenizer = train_tokenizer(config.seed, settings, config.model.vocab_size)
     chat = Chat(tokenizer, TINY)
     shape = model_config(config)
-    optimizer = OptimizerConfig(
-        kind="muon", weight_decay=settings.weight_decay, muon_lr_ratio=settings.muon_lr / settings.adamw_lr
-    )
-    policy = Policy(shape, world, optimizer)
-    policy.load_hf(initial_tensors(shape, config.seed))
+    ratio = settings.muon_lr / settings.adamw_lr
+    policy = Policy(shape, world, OptimizerConfig(kind="muon", weight_decay=settings.weight_decay, muon_lr_ratio=ratio))
+    policy.load_hf(random_tensors(shape, config.seed))
     draw = batches(chat, settings, config.seed, settings.steps, settings.batch_tokens, config.model.context)
     for step in range(settings.steps):
-        samples = [
-            packing.Sample(f"base/{step}/{n}", s.ids, s.mask, [0] * len(s.ids), [0.0] * len(s.ids))
-            for n, s in enumerate(draw(step))
-        ]
-        num_tokens = sum(sum(s.mask) for s in samples)
-        own = packing.split_dp(samples, world.dp)[world.dp_rank]
-        metrics = policy.train_step([packing.make_batch(own)], next_token_loss(num_tokens), settings.adamw_lr * rate(step, settings))
-        if step % 50 == 0 or step == settings.steps - 1:
+        sequences = [packing.Sample.plain(f"base/{step}/{n}", s.ids, s.mask) for n, s in enumerate(draw(step))]
+        num_tokens = sum(sum(s.mask) for s in sequences)
+        own = packing.make_batch(packing.split_dp(sequences, world.dp)[world.dp_rank])
+        metrics = policy.train_step([own], next_token_loss(num_tokens), settings.adamw_lr * rate(step, settings))
+        if (step + 1) % 100 == 0 or step + 1 == settings.steps:
             report(step + 1, settings.steps, metrics["nll"])
-    export_hf(policy, folder, {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": tokenizer_config(chat)})
-    if world.is_main:
-        (folder / "DONE").write_text("")
-    world.barrier()
+    export_hf(policy, folder, write_tokenizer(chat, folder.with_name(f"{folder.name}_tokenizer"), world))
     return folder
+
+
+def write_tokenizer(chat: Chat, folder: Path, world: World) -> list[Path]:
+    files = {"tokenizer.json": chat.tokenizer.to_str(), "tokenizer_config.json": tokenizer_config(chat)}
+    if world.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    world.barrier()
+    return [folder / name for name in files]
 
 
 def tokenizer_config(chat: Chat) -> str:

@@ -301,7 +301,7 @@ def save_provenance(run_dir: Path | str, config: Config, argv: Sequence[str]) ->
     """
     folder = Path(run_dir)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"run folder {folder} is a file: choose another with --run")
+        raise ValueError(f"run folder {folder} is a file: choose another with --dir")
     folder.mkdir(parents=True, exist_ok=True)
     stored = folder / "config.toml"
     resumed = stored.is_file()
@@ -311,7 +311,7 @@ def save_provenance(run_dir: Path | str, config: Config, argv: Sequence[str]) ->
             listed = "\n".join(f"  {key}: {old!r} -> {new!r}" for key, (old, new) in changes.items())
             raise ValueError(
                 f"{folder} holds a run with another configuration; "
-                f"use a new --run folder or undo these changes:\n{listed}"
+                f"use a new --dir folder or undo these changes:\n{listed}"
             )
     _record_launch(folder, argv)
     write_atomic(stored, dump(config))  # last: its presence says that the rest is there

@@ -26,11 +26,25 @@ PRE_TOKENIZER = r"\.[A-Za-z]+| ?[A-Za-z]+| ?\d| ?[^\sA-Za-z\d]+|\n|\s"
 class Noise(Protocol):
     """Probabilities: ``habit`` and ``skip`` and ``early_done`` a sub-task, ``wrong_name`` and ``useless`` a command."""
 
-    habit: float
-    wrong_name: float
-    skip: float
-    useless: float
-    early_done: float
+    @property
+    def habit(self) -> float: ...
+    @property
+    def wrong_name(self) -> float: ...
+    @property
+    def skip(self) -> float: ...
+    @property
+    def useless(self) -> float: ...
+    @property
+    def early_done(self) -> float: ...
+
+
+class Curriculum(Noise, Protocol):
+    """``induction_share``: first share of the training, copying only. ``long_demo_share``: of 4 and more sub-tasks."""
+
+    @property
+    def induction_share(self) -> float: ...
+    @property
+    def long_demo_share(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,7 @@ def act_sample(task: Composite, rng: random.Random, noise: Noise, harness: str, 
     return head + session.messages
 
 
-def plan_sample(task: Composite, rng: random.Random, noise: Noise) -> list[Message]:
+def plan_sample(task: Composite, rng: random.Random) -> list[Message]:
     replies = [f"{n} {c}" for n, s in enumerate(task.subtasks, 1) for c in s.commands]
     messages = plan_prompt(task.instruction, replies)
     fault = rng.choice(["leak", "parts"]) if rng.random() < 0.1 else ""
@@ -169,34 +183,33 @@ def copy_sample(rng: random.Random) -> list[Message]:
     return [Message("system", "copy"), Message("user", text), Message("assistant", text)]
 
 
-def draw_messages(rng: random.Random, noise: Noise, progress: float) -> list[Message]:
-    """One example. ``progress`` in [0, 1] is how far the training is: short tasks first, long ones later."""
-    if rng.random() < max(0.02, 0.5 - 5 * progress):
+def draw_messages(rng: random.Random, settings: Curriculum, progress: float) -> list[Message]:
+    """One example. ``progress`` in [0, 1] is how far the training is: names to copy, then short tasks, then all.
+
+    Nothing but copying at first: without the attention heads that it makes, no command ever gets its names right.
+    """
+    if progress < settings.induction_share or rng.random() < 0.03:
         return copy_sample(rng)
-    if progress < 0.15:
-        size = 1
-    elif progress < 0.4:
-        size = rng.randint(1, 3)
-    else:
-        size = rng.randint(1, 3) if rng.random() < 0.55 else rng.randint(4, MAX_SUBTASKS)
-    if size == MAX_SUBTASKS and rng.random() < 0.5:
-        task = compose_long(rng, "train", 12, 26)
-    else:
-        task = compose(rng, size, "train")
+    progress = (progress - settings.induction_share) / (1.0 - settings.induction_share)
+    if progress < 0.3:
+        size = 1 if progress < 0.1 else rng.randint(1, 3)
+        return act_sample(compose(rng, size, "train"), rng, settings, "general", guided=False)
+    size = rng.randint(4, MAX_SUBTASKS) if rng.random() < settings.long_demo_share else rng.randint(1, 3)
+    long = size == MAX_SUBTASKS and rng.random() < 0.5
+    task = compose_long(rng, "train", 12, 26) if long else compose(rng, size, "train")
     kind = rng.random()
-    if progress > 0.3 and kind < 0.08:
-        return plan_sample(task, rng, noise)
-    if progress > 0.3 and kind < 0.14:
+    if kind < 0.08:
+        return plan_sample(task, rng)
+    if kind < 0.14:
         return review_sample(task, rng)
-    harness = "general" if progress < 0.3 else rng.choice(["general", "general", "general", "stateful", "retry"])
-    guided = harness == "general" and progress > 0.3 and rng.random() < 0.3
-    return act_sample(task, rng, noise, harness, guided)
+    harness = rng.choice(["general", "general", "general", "stateful", "retry"])
+    return act_sample(task, rng, settings, harness, guided=harness == "general" and rng.random() < 0.3)
 
 
-def train_tokenizer(seed: int, noise: Noise, vocab_size: int) -> Tokenizer:
+def train_tokenizer(seed: int, settings: Curriculum, vocab_size: int) -> Tokenizer:
     """Byte-level BPE in which every name of the pool is one token after a space and one token elsewhere."""
     rng = random.Random(f"tokenizer:{seed}")
-    texts = [m.text for _ in range(1500) for m in draw_messages(rng, noise, 1.0)]
+    texts = [m.text for _ in range(1500) for m in draw_messages(rng, settings, 1.0)]
     texts += [f"{w} {w}={w}/{w}" for w in WORDS] * 60
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -216,7 +229,7 @@ def train_tokenizer(seed: int, noise: Noise, vocab_size: int) -> Tokenizer:
 Batches = Callable[[int], list[Sample]]
 
 
-def batches(chat: Chat, noise: Noise, seed: int, num_steps: int, batch_tokens: int, context: int) -> Batches:
+def batches(chat: Chat, settings: Curriculum, seed: int, num_steps: int, batch_tokens: int, context: int) -> Batches:
     """Returns step -> the samples of that step, at most ``batch_tokens`` tokens. A function of the seed and step alone."""
 
     def draw(step: int) -> list[Sample]:
@@ -224,7 +237,7 @@ def batches(chat: Chat, noise: Noise, seed: int, num_steps: int, batch_tokens: i
         samples: list[Sample] = []
         total = 0
         while True:
-            sample = sample_from(chat, draw_messages(rng, noise, step / num_steps))
+            sample = sample_from(chat, draw_messages(rng, settings, step / num_steps))
             if len(sample.ids) > min(context, batch_tokens):
                 continue
             total += len(sample.ids)

@@ -163,7 +163,7 @@ class Engine:
 class Rollout:
     """One trial."""
 
-    harnesses: tuple[str, ...] = ("terminus", "stateful", "retry")  # the first is the deployment harness
+    harnesses: tuple[str, ...] = ("general", "stateful", "retry")  # the first is the deployment harness
     max_turns: int = 20
     num_retries: int = 2  # of an attempt whose infrastructure or engine failed
     task_timeout_s: float = 60.0
@@ -277,8 +277,10 @@ class Calibration:
     bias: float = 0.05  # absolute, at most
     ece: float = 0.10  # expected calibration error over 10 equal-mass bins, at most
     rmse: float = 0.10  # at most; replaces the rest when the returns hardly vary
+    fallback: str = "lambda_one"  # when calibration never passes: go on with lambda_u = 1, or refuse the stage
 
     def __post_init__(self) -> None:
+        _one_of(self, "fallback", ("lambda_one", "refuse"))
         _positive(self, "min_trials", "bias", "ece", "rmse")
 
 

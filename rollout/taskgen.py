@@ -24,12 +24,16 @@ MAX_SUBTASKS = 9
 class SuiteSizes(Protocol):
     """What ``generate_suites`` reads of the configuration's ``[tasks]`` table."""
 
-    num_train: int
-    num_validation: int
-    num_core: int
-    num_ladder: int
-    num_long: int
-
+    @property
+    def num_train(self) -> int: ...
+    @property
+    def num_validation(self) -> int: ...
+    @property
+    def num_core(self) -> int: ...
+    @property
+    def num_ladder(self) -> int: ...
+    @property
+    def num_long(self) -> int: ...
     @property
     def ladder_rungs(self) -> tuple[int, ...]: ...
 
@@ -155,8 +159,8 @@ def task_files(task: Composite, name: str, rng: random.Random, workdir: str = "/
         "solution/solve.sh": f"#!/bin/bash\n# canary {canaries[1]}\ncd {workdir} || exit 1\n"
         + "\n".join(c for s in task.subtasks for c in s.commands) + "\n",
     }
-    for folder in task.folders:
-        files[f"environment/files/{folder}/.keep"] = ""
+    for folder in ("", *task.folders):
+        files[f"environment/files/{folder}/.keep".replace("//", "/")] = ""
     return files | {f"environment/files/{path}": text for path, text in task.files.items()}
 
 

@@ -167,7 +167,8 @@ class EmbeddedEngine:
                 decode = [s for s in rows if len(s.pending) == 1]
                 # A few waiting observations are fed together: one product over many rows costs little more than one.
                 if prefill and (not decode or 3 * len(prefill) >= len(decode)):
-                    self._advance(prefill)
+                    longest = max(len(s.pending) for s in prefill)  # padding: shorter ones go with the next group
+                    self._advance([s for s in prefill if 2 * len(s.pending) >= longest])
                 else:
                     self._advance(decode)
                 self.busy_s += time.perf_counter() - began
@@ -254,11 +255,12 @@ class EmbeddedEngine:
         ids = torch.tensor([t + [0] * (width - len(t)) for t in tokens])
         positions = (starts[:, None] + torch.arange(width)).clamp_(max=self.context - 1)  # [B, Q]
         reach = int((starts + lengths).max())
-        mask = torch.arange(reach) <= positions[:, :, None]  # [B, Q, K]; padded queries are never read
         groups = s.num_heads // s.num_kv_heads
+        hidden = torch.arange(reach) > positions[:, :, None]  # [B, Q, K]; padded queries are never read
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
         mask = mask[:, None, :, None].expand(-1, 1, -1, groups, -1).reshape(len(slots), 1, width * groups, reach)
         rows = torch.tensor([slot.index for slot in slots])
-        low, high = int(rows.min()), int(rows.max()) + 1
+        low, high = int(rows[0]), int(rows[-1]) + 1
         contiguous = high - low == len(slots)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         at = (rows[:, None], slice(None), positions)
@@ -272,8 +274,8 @@ class EmbeddedEngine:
             v_cache[at] = v
             # The heads of a group become queries of their shared kv head, so that no key is copied.
             q = q.view(len(slots), width, s.num_kv_heads, groups, s.head_dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
-            keys = (k_cache[low:high] if contiguous else k_cache[rows])[:, :, :reach]
-            values = (v_cache[low:high] if contiguous else v_cache[rows])[:, :, :reach]
+            keys = k_cache[low:high, :, :reach] if contiguous else k_cache[:, :, :reach][rows]
+            values = v_cache[low:high, :, :reach] if contiguous else v_cache[:, :, :reach][rows]
             o = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
             o = o.view(len(slots), s.num_kv_heads, width, groups, s.head_dim).permute(0, 2, 1, 3, 4)
             x = x + F.linear(o.reshape(len(slots), width, -1), layer.out)

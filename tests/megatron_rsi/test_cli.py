@@ -21,8 +21,8 @@ def command(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.
 
 
 def test_overrides_may_stand_anywhere() -> None:
-    assert arrange(["train", "a.b=1", "--seed", "3", "c=2", "--run", "x=y"]) == [
-        "train", "--seed", "3", "--run", "x=y", "a.b=1", "c=2",
+    assert arrange(["train", "a.b=1", "--seed", "3", "c=2", "--dir", "x=y"]) == [
+        "train", "--seed", "3", "--dir", "x=y", "a.b=1", "c=2",
     ]  # fmt: skip
     assert arrange(["tasks", "check", "dir"]) == ["tasks-check", "dir"]
     assert arrange(["--preset=a=b"]) == ["--preset=a=b"]
@@ -68,7 +68,7 @@ def test_other_ranks_say_which_they_are() -> None:
 
 def test_a_mistake_found_by_two_processes_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a run folder")
-    done = command("train", "--nproc", "2", "--run", str(tmp_path / "file"), "world.device=cpu")
+    done = command("train", "--nproc", "2", "--dir", str(tmp_path / "file"), "world.device=cpu")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert [line[:7] for line in done.stderr.splitlines()] == ["error: "], done.stderr
 
@@ -78,7 +78,7 @@ def test_an_unknown_option_has_exit_code_2() -> None:
 
 
 def test_plan_counts_the_tiny_model_by_hand() -> None:
-    done = command("plan", "world.tp=2", "--seed", "1", "engine.max_batch=10", "--run", "somewhere")
+    done = command("plan", "world.tp=2", "--seed", "1", "engine.max_batch=10", "--dir", "somewhere")
     lines = {line[:16].strip(): line[16:].split() for line in done.stdout.splitlines()}
     assert lines["run folder"] == ["somewhere"]
     layer = 128 * (128 + 64 + 64) + 128 * 128 + 3 * 128 * 384 + 2 * 128 + 2 * 32
