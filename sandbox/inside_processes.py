@@ -140,8 +140,9 @@ class Processes:
         for pid in list_processes():
             try:
                 with open(f"/proc/{pid}/statm", "rb") as file:
-                    sizes[pid] = int(file.read().split()[1]) * resource.getpagesize()
-            except (OSError, IndexError):
+                    _, resident, shared, *_ = map(int, file.read().split())
+                sizes[pid] = (resident - shared) * resource.getpagesize()
+            except (OSError, ValueError):
                 continue
         if sum(sizes.values()) > limit_bytes:
             with contextlib.suppress(ProcessLookupError):

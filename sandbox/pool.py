@@ -69,6 +69,7 @@ class SandboxPool:
         self._slots = asyncio.Semaphore(size)
         self._idle: list[SupervisedSandbox] = []
         self._leased: set[SupervisedSandbox] = set()
+        self._num_slots_taken = 0  # each has one box at most, also while it is starting one
 
     async def __aenter__(self) -> SandboxPool:
         await asyncio.to_thread(sweep, self.scratch)
@@ -83,12 +84,16 @@ class SandboxPool:
         async with self._slots:
             if self.closed:
                 raise SandboxError("the sandbox pool is closed")
-            box = await self._obtain(spec or self.spec)
-            self._leased.add(box)
+            self._num_slots_taken += 1
             try:
-                yield box
+                box = await self._obtain(spec or self.spec)
+                self._leased.add(box)
+                try:
+                    yield box
+                finally:
+                    await self._give_back(box)
             finally:
-                await self._give_back(box)
+                self._num_slots_taken -= 1
 
     async def _obtain(self, spec: SandboxSpec) -> SupervisedSandbox:
         while box := self._take_idle(spec):
@@ -101,8 +106,8 @@ class SandboxPool:
             except BaseException:
                 await box.close()
                 raise
-        if len(self._idle) + len(self._leased) >= self.size:
-            await self._idle.pop(0).close()  # of another shape; the slot is ours, so one is idle
+        if len(self._idle) + self._num_slots_taken > self.size:
+            await self._idle.pop(0).close()  # one of another shape makes room
         return await self._start(spec)
 
     def _take_idle(self, spec: SandboxSpec) -> SupervisedSandbox | None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
 from megatron_rsi.sandbox import BubblewrapSandbox, ExecResult, SandboxError, SandboxSpec, make_sandbox
 from megatron_rsi.sandbox.channel import SupervisedSandbox
 

@@ -14,8 +14,27 @@ import pytest
 from conftest import SPEC, Driver, start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from megatron_rsi.sandbox import SandboxError, SandboxSpec
 
+FORKS = """
+import os
+for number in range(100):
+    try:
+        if not os.fork():
+            os.execlp("sleep", "sleep", "60")
+    except OSError:
+        break
+print(number)
+"""
+HOGS = """
+import os, time
+for _ in range(8):
+    if not os.fork():
+        hog = bytearray(60 << 20)
+        hog[::4096] = b"x" * len(hog[::4096])
+        time.sleep(60)
+"""
 HYPOTHESIS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -134,7 +153,7 @@ def test_output_without_end_meets_the_time_out(box: Driver) -> None:
     result = box.exec("yes", timeout_s=0.5, max_output_bytes=100)
     assert result.timed_out and result.truncated and len(result.stdout) < 200
     box.exec("yes & echo")
-    assert box.out("echo calm").endswith("calm\n")
+    assert not box.exec("echo calm").timed_out
 
 
 def test_bytes_that_are_no_utf8(box: Driver) -> None:
@@ -200,9 +219,8 @@ def test_what_cannot_be_read_or_written(box: Driver) -> None:
 
 
 def test_uploads_replace_what_an_agent_laid_in_their_way(box: Driver) -> None:
-    box.exec(
-        "mkdir -p /app/mine /tests/b.py/c; ln -s /app/mine /tests/sub; ln -s /app/mine/t /tests/a.sh; echo old >/tests/d"
-    )
+    box.exec("mkdir -p /app/mine /tests/b.py/c; echo old >/tests/d")
+    box.exec("ln -s /app/mine /tests/sub; ln -s /app/mine/t /tests/a.sh")
     wanted = {"/tests/sub/x": b"1", "/tests/a.sh": b"2", "/tests/b.py": b"3", "/tests/d/e": b"4"}
     box.write_files(wanted)
     assert {path: box.read_file(path) for path in wanted} == wanted
@@ -227,19 +245,15 @@ def test_reset_leaves_nothing(box: Driver) -> None:
     listing = (
         "find /app /tmp /logs /tests /solution ~ /dev/shm -printf '%p %m %U\\n' | sort; umask; env | sort; ulimit -a"
     )
+    deep = 'import os\nfor _ in range(1200): os.mkdir("deep"); os.chdir("deep")'  # longer than any path may be
     new = box.out(listing)
-    box.exec(
-        "for d in /app /tmp /logs/agent /logs/verifier /tests /solution ~ /dev/shm; do echo x >$d/f; echo x >$d/.h; mkdir -p $d/a/b; done"
-    )
-    box.exec(
-        "mkdir -p locked/in; echo >locked/in/f; chmod 000 locked/in locked; chmod 777 /tests; chmod 000 /solution; rm -rf /logs/*"
-    )
-    box.exec(
-        "ln -s /usr/bin link; mkfifo p; python3 -c 'import socket as s; s.socket(s.AF_UNIX).bind(\"sock\")'; touch -- -rf '*' $'new\\nline'"
-    )
-    box.exec(
-        "d=deep; for i in $(seq 1200); do mkdir $d; cd $d; done; sleep 9999 & export LEFT=1; alias ls=false; umask 0"
-    )
+    everywhere = "/app /tmp /logs/agent /logs/verifier /tests /solution ~ /dev/shm"
+    box.exec(f"for d in {everywhere}; do echo x >$d/f; echo x >$d/.h; mkdir -p $d/a/b; done")
+    box.exec("mkdir -p locked/in; echo >locked/in/f; chmod 000 locked/in locked")
+    box.exec("chmod 777 /tests; chmod 000 /solution; rm -rf /logs/*")
+    box.exec("ln -s /usr/bin link; mkfifo p; touch -- -rf '*' $'new\\nline'")
+    box.exec("python3 -c 'import socket as s; s.socket(s.AF_UNIX).bind(\"sock\")'")
+    box.exec(f"python3 -c '{deep}'; sleep 9999 & export LEFT=1; alias ls=false; umask 0")
     box.reset()
     assert box.processes() == ["bash"]
     assert box.out(listing) == new
@@ -254,9 +268,8 @@ def test_reset_takes_a_new_environment_but_no_other_shape(box: Driver) -> None:
 
 
 def test_snapshot_brings_the_tree_back(box: Driver) -> None:
-    box.exec(
-        "echo one >f; mkdir -p d/e; echo two >d/e/g; chmod 750 d; ln -s f l; ln f h; chmod 000 d/e/g; echo t >/tests/t; mkfifo p"
-    )
+    box.exec("echo one >f; mkdir -p d/e; echo two >d/e/g; echo t >/tests/t; ln -s f l; ln f h; mkfifo p")
+    box.exec("chmod 750 d; chmod 000 d/e/g")
     snapshot = box.snapshot()
     listing = "find /app /tests -printf '%p %y %m %l %n\\n' | sort"
     before = box.out(listing)
@@ -270,9 +283,9 @@ def test_snapshot_brings_the_tree_back(box: Driver) -> None:
 def test_a_memory_hog_dies_alone(box: Driver) -> None:
     result = box.exec("x=1; python3 -c 'b = bytearray(600 << 20); print(len(b))'", timeout_s=30)
     assert result.exit_code != 0 and "629145600" not in result.stdout
-    many = "import os\nfor _ in range(8):\n if not os.fork():\n  b = bytearray(60 << 20); b[::4096] = b'x' * len(b[::4096]); import time; time.sleep(60)\n"
-    box.exec(f"python3 -c {shlex.quote(many)}; sleep 2", timeout_s=30)
-    assert len([line for line in box.processes() if "bytearray" in line]) < 4  # 8 x 60 MB cannot all live in 128 MB
+    box.write_files({"/tmp/hogs.py": HOGS.encode()})
+    box.exec("python3 /tmp/hogs.py; sleep 2", timeout_s=30)
+    assert len([line for line in box.processes() if "hogs" in line]) < 4  # 8 x 60 MB cannot all live in 128 MB
     assert box.box.alive and box.exec("echo ok").exit_code == 0
 
 
@@ -283,8 +296,8 @@ def test_a_fork_bomb_is_bounded_and_ends(box: Driver) -> None:
     box.kill_processes()
     assert box.processes() == []
     assert box.out("echo calm") == "calm\n"
-    count = box.exec("for i in $(seq 100); do sleep 60 & done 2>/dev/null; ls -d /proc/[0-9]* | wc -l", timeout_s=4)
-    assert count.timed_out or int(count.stdout or 0) <= SPEC.max_processes + 4
+    box.write_files({"/tmp/fork.py": FORKS.encode()})
+    assert SPEC.max_processes - 3 <= int(box.out("python3 /tmp/fork.py")) <= SPEC.max_processes + 3
 
 
 def test_files_and_processor_time_are_bounded(box: Driver) -> None:
@@ -306,24 +319,21 @@ def test_no_network(box: Driver) -> None:
 def test_the_host_is_out_of_reach(box: Driver, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s")
+    places = ("/", "/usr", "/usr/bin", "/etc", "/var", "/run", "/dev", "/tmp")
     marker = f"marker-{os.getpid()}"
     with subprocess.Popen(["sleep", "300"]) as victim:
-        box.exec(
-            f"for d in / /usr /usr/bin /etc /var /run /dev /proc /tmp; do touch $d/{marker}; done; kill -9 {victim.pid}; kill -9 -1"
-        )
-        assert box.exec(f"cat {secret} /etc/shadow").stdout.count("s") == 0 or box.kind == "docker"
+        box.exec(f"for d in {' '.join(places)} /proc; do touch $d/{marker}; done; kill -9 {victim.pid}; kill -9 -1")
+        assert box.exec(f"cat {secret}").stdout == ""
         assert victim.poll() is None
         victim.kill()
-    assert not [
-        d for d in ("/", "/usr", "/usr/bin", "/etc", "/var", "/run", "/dev", "/tmp") if os.path.exists(f"{d}/{marker}")
-    ]
-    assert box.exec("echo ok").stdout == "ok\n"
+    assert not [place for place in places if os.path.exists(f"{place}/{marker}")]
 
 
 def test_the_supervisor_is_out_of_reach(box: Driver) -> None:
-    attack = "for s in INT TERM KILL STOP CHLD HUP SEGV; do kill -$s 1; done; cat /proc/1/environ; ls /proc/1/fd; for n in 0 1 2 3 4 5; do echo x >/proc/1/fd/$n; done"
-    result = box.exec(attack, timeout_s=5)
-    assert result.stdout == "" and "Permission denied" in result.stderr
+    signals = "for s in INT TERM KILL STOP CHLD HUP SEGV; do kill -$s 1; done"
+    result = box.exec(f"{signals}; cat /proc/1/environ; for n in 0 1 2 3 4 5; do cat /proc/1/fd/$n; done", timeout_s=5)
+    assert result.stdout == "" and result.stderr.count("Permission denied") == 7
+    assert box.exec("for n in 0 1 2 3 4 5; do echo x >/proc/1/fd/$n; done").stderr.count("Permission denied") == 6
     descriptors = box.run("python3", "-c", "import os; print(sorted(os.listdir('/proc/self/fd')))").stdout
     assert descriptors == "['0', '1', '2', '3']\n"  # 3 reads the directory: no control descriptor came along
     assert box.out("ls /proc/self/fd | wc -l") == "4\n"
