@@ -258,7 +258,7 @@ class Tile(NamedTuple):
 def tile_for(dtype: torch.dtype, shared_memory_bytes: int) -> Tile:
     """The tile of one device; a stage holds (rows + columns) * depth elements of shared memory."""
     if dtype == torch.float32:
-        return Tile(64, 64, 32, 4, 3)
+        return Tile(64, 64, 32, 8, 3)
     if shared_memory_bytes >= 220_000:  # sm_90, sm_100
         return Tile(128, 256, 64, 8, 4)
     if shared_memory_bytes >= 150_000:  # sm_80
@@ -425,20 +425,25 @@ def _linear_gradient_kernel(hidden_desc, weight_desc, target_ptr, maximum_ptr, c
     row = tl.program_id(0) * ROWS
     column = start + tl.program_id(1) * COLUMNS
     rows = row + tl.arange(0, ROWS)
-    inside = rows < num_rows
     scores = _score_tile(hidden_desc, weight_desc, row, column, depth, ROWS, COLUMNS, DEPTH) * scale
+    left, right = _halves(scores, ROWS, COLUMNS)
+    offset = column + tl.arange(0, HALF)
+    out = workspace_ptr + rows.to(tl.int64)[:, None] * width - start
+    _store_half(left, offset, stop, rows, num_rows, target_ptr, maximum_ptr, coefficients_ptr, out, scale, ENTROPY)
+    _store_half(right, offset + HALF, stop, rows, num_rows, target_ptr, maximum_ptr, coefficients_ptr, out, scale,
+                ENTROPY)
+
+
+@jit
+def _store_half(z, offset, stop, rows, num_rows, target_ptr, maximum_ptr, coefficients_ptr, out, scale,
+                ENTROPY: tl.constexpr):
+    """The row values are read anew for each half: cheaper than the registers they would hold during the other."""
+    inside = rows < num_rows
     target = tl.load(target_ptr + rows, mask=inside, other=-1)
     maximum = tl.load(maximum_ptr + rows, mask=inside, other=0.0)
     at_target = tl.load(coefficients_ptr + rows, mask=inside, other=0.0)
     constant = tl.load(coefficients_ptr + num_rows + rows, mask=inside, other=0.0)
     slope = tl.load(coefficients_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
-    left, right = _halves(scores, ROWS, COLUMNS)
-    offset = column + tl.arange(0, HALF)
-    out = workspace_ptr + rows.to(tl.int64)[:, None] * width - start
-    gradient = score_gradient(left, offset[None, :] == target[:, None], maximum, at_target, constant, slope, ENTROPY)
-    tl.store(out + offset[None, :], (gradient * scale).to(workspace_ptr.dtype.element_ty),
-             mask=inside[:, None] & (offset[None, :] < stop))
-    offset += HALF
-    gradient = score_gradient(right, offset[None, :] == target[:, None], maximum, at_target, constant, slope, ENTROPY)
-    tl.store(out + offset[None, :], (gradient * scale).to(workspace_ptr.dtype.element_ty),
-             mask=inside[:, None] & (offset[None, :] < stop))
+    is_target = offset[None, :] == target[:, None]
+    gradient = score_gradient(z, is_target, maximum, at_target, constant, slope, ENTROPY) * scale
+    tl.store(out + offset[None, :], gradient.to(out.dtype.element_ty), mask=inside[:, None] & (offset[None, :] < stop))
