@@ -50,12 +50,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         normed, scale, weight = ctx.saved_tensors
-        width = normed.shape[-1]
+        width, dtype = normed.shape[-1], grad.dtype
+        grad = grad.float()
         product = (grad * normed).reshape(-1, width)
         grad_weight = product.sum(0)
         mean = (product @ weight.float() / -width).view(scale.shape)
         grad_x = torch.addcmul(grad * weight, normed, mean).mul_(scale)
-        return grad_x.to(grad.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(dtype), grad_weight.to(weight.dtype), None
 
 
 class RMSNorm(torch.nn.Module):

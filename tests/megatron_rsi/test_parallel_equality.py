@@ -13,7 +13,7 @@ import pytest
 from megatron_rsi.parallel import World, choose_device
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     parallel_worker.reference(tmp_path, World.init(device="cpu"))
     done = subprocess.run(
@@ -22,7 +22,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=380,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert "all layouts equal" in done.stdout
