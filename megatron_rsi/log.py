@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 PARTS = ("generate", "sandbox", "train", "sync", "evaluate", "other")  # of the time report, in this order
+PRINT_EVERY_S = 10.0  # of a progress bar where there is no terminal
 STEP_ORDER = ("reward", "solved", "loss", "kl", "clip", "ev", "tok/s", "mfu")  # of the step line
 
 
@@ -166,21 +167,22 @@ class Metrics:
 
 
 class Bar:
-    """One progress bar; ``advance`` may be called from any coroutine. Off a terminal it prints at each tenth."""
+    """One progress bar; ``advance`` may be called from any coroutine. Off a terminal a line every ten seconds."""
 
     def __init__(self, log: Log, text: str, total: int, progress: Progress | None) -> None:
         self._log, self._text, self._total, self._progress = log, text, total, progress
         self._done = 0
-        self._start = time.perf_counter()
+        self._start = self._printed = time.perf_counter()
         self._task = progress.add_task(text, total=total) if progress else None
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        before, self._done = self._done, self._done + count
+        self._done += count
+        now = time.perf_counter()
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=count, description=f"{self._text} {note}".rstrip())
-        elif self._total and before * 10 // self._total != self._done * 10 // self._total:
-            seconds = time.perf_counter() - self._start
-            self._log.info(f"{self._text} {self._done}/{self._total} {seconds:.0f}s {note}".rstrip())
+        elif now - self._printed >= PRINT_EVERY_S:
+            self._printed = now
+            self._log.info(f"  {self._text} {self._done}/{self._total} {now - self._start:.0f}s {note}".rstrip())
 
 
 class Log:
@@ -238,7 +240,7 @@ class Log:
 
     @contextmanager
     def progress(self, text: str, total: int) -> Iterator[Bar]:
-        """A bar on a terminal, a line at each tenth elsewhere. Nested bars share one display."""
+        """A bar on a terminal, a line every ten seconds elsewhere. Nested bars share one display."""
         owner = self._progress is None and self.rank == 0 and self.console.is_terminal
         if owner:
             self._progress = Progress(

@@ -56,7 +56,7 @@ class Run:
         self.suites = self._load_suites() if suites is None else suites
         self.base = Path(config.base) if config.base else self._make_base()
         self.chat = Chat.from_dir(self.base)
-        self.engine = make_engine(config.engine, json.loads((self.base / "config.json").read_text()))
+        self.engine = make_engine(config.engine, json.loads((self.base / "config.json").read_text()), world.device)
 
     def _load_suites(self) -> dict[str, list[Task]]:
         tasks = self.config.tasks

@@ -87,9 +87,10 @@ class Slot:
 class EmbeddedEngine:
     """See ``PolicyEngine``. ``max_batch`` rows of ``context`` tokens of KV cache, in fp32."""
 
-    def __init__(self, config: dict[str, Any], *, max_batch: int, context: int):
+    def __init__(self, config: dict[str, Any], *, max_batch: int, context: int, device: torch.device | str = "cpu"):
         self.shape = Qwen3Shape.from_hf(config)
         self.context, self.max_batch, self.weight_version = context, max_batch, -1
+        self.device = torch.device(device)
         self.busy_s, self.num_generated = 0.0, 0
         self._layers: list[Layer] = []
         self._waiting: list[Request] = []
@@ -100,7 +101,7 @@ class EmbeddedEngine:
         positions = torch.arange(context)[:, None].float()
         frequencies = self.shape.rope_theta ** (-torch.arange(0, self.shape.head_dim, 2).float() / self.shape.head_dim)
         angles = torch.cat([positions * frequencies] * 2, -1)
-        self._cos, self._sin = angles.cos(), angles.sin()
+        self._cos, self._sin = angles.cos().to(self.device), angles.sin().to(self.device)
 
     # ---- the seam
 
@@ -124,7 +125,7 @@ class EmbeddedEngine:
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         if self._waiting or any(s.request for s in self._slots):
             raise EngineError("weights cannot be replaced while requests run: drain the engine first")
-        weights = {name: tensor.detach().float() for name, tensor in tensors}
+        weights = {name: tensor.detach().to(self.device, torch.float32) for name, tensor in tensors}
         try:
             layers = [_layer(weights, n) for n in range(self.shape.num_layers)]
             embedding, norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
@@ -147,7 +148,7 @@ class EmbeddedEngine:
         if self._cache is None:
             s = self.shape
             size = (s.num_layers, 2, self.max_batch, s.num_kv_heads, self.context, s.head_dim)
-            self._cache = torch.zeros(size)
+            self._cache = torch.zeros(size, device=self.device)
 
     def close(self) -> None:
         if self._loop_task is not None and not self._loop_task.done():
@@ -210,7 +211,7 @@ class EmbeddedEngine:
     def _advance(self, slots: list[Slot]) -> None:
         self._clock += 1
         tokens = [s.pending for s in slots]
-        logits = self._forward(slots, tokens)
+        logits = self._forward(slots, tokens).cpu()
         temperatures = torch.tensor([s.request.sampling.temperature or 1.0 for s in slots if s.request])
         logp = torch.log_softmax(logits / temperatures[:, None], -1)
         cdf = logp.exp().cumsum(-1)
@@ -250,17 +251,17 @@ class EmbeddedEngine:
         s, cache = self.shape, self._cache
         assert cache is not None
         width = max(map(len, tokens))
-        lengths = torch.tensor([len(t) for t in tokens])
-        starts = torch.tensor([len(slot.ids) for slot in slots])
-        ids = torch.tensor([t + [0] * (width - len(t)) for t in tokens])
-        positions = (starts[:, None] + torch.arange(width)).clamp_(max=self.context - 1)  # [B, Q]
-        reach = int((starts + lengths).max())
+        starts = torch.tensor([len(slot.ids) for slot in slots], device=self.device)
+        ids = torch.tensor([t + [0] * (width - len(t)) for t in tokens], device=self.device)
+        steps = torch.arange(width, device=self.device)
+        positions = (starts[:, None] + steps).clamp_(max=self.context - 1)  # [B, Q]
+        reach = max(len(slot.ids) + len(t) for slot, t in zip(slots, tokens, strict=True))
         groups = s.num_heads // s.num_kv_heads
-        hidden = torch.arange(reach) > positions[:, :, None]  # [B, Q, K]; padded queries are never read
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        hidden = torch.arange(reach, device=self.device) > positions[:, :, None]  # [B, Q, K]; padded queries are not read
+        mask = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf"))
         mask = mask[:, None, :, None].expand(-1, 1, -1, groups, -1).reshape(len(slots), 1, width * groups, reach)
-        rows = torch.tensor([slot.index for slot in slots])
-        low, high = int(rows[0]), int(rows[-1]) + 1
+        rows = torch.tensor([slot.index for slot in slots], device=self.device)
+        low, high = slots[0].index, slots[-1].index + 1
         contiguous = high - low == len(slots)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         at = (rows[:, None], slice(None), positions)
@@ -281,7 +282,8 @@ class EmbeddedEngine:
             x = x + F.linear(o.reshape(len(slots), width, -1), layer.out)
             gate, up = F.linear(F.rms_norm(x, (s.hidden,), layer.norm2, s.eps), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
-        last = x[torch.arange(len(slots)), lengths - 1]
+        ends = torch.tensor([len(t) - 1 for t in tokens], device=self.device)
+        last = x[torch.arange(len(slots), device=self.device), ends]
         return F.linear(F.rms_norm(last, (s.hidden,), self._norm, s.eps), self._head)
 
 

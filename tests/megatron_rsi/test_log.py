@@ -86,12 +86,14 @@ def test_other_ranks_are_silent(tmp_path: Path) -> None:
     assert out.getvalue() == "" and list(tmp_path.iterdir()) == []
 
 
-def test_progress_prints_tenths_off_a_terminal_and_a_bar_on_one() -> None:
-    console, out = captured()
-    with Log(console=console).progress("trials", 100) as bar:
-        for _ in range(100):
-            bar.advance()
-    assert len(out.getvalue().splitlines()) == 10 and out.getvalue().startswith("trials 10/100")
+def test_progress_prints_now_and_then_off_a_terminal_and_a_bar_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for every_s, num_lines in ((0.0, 100), (3600.0, 0)):
+        monkeypatch.setattr("megatron_rsi.log.PRINT_EVERY_S", every_s)
+        console, out = captured()
+        with Log(console=console).progress("trials", 100) as bar:
+            for _ in range(100):
+                bar.advance()
+        assert len(out.getvalue().splitlines()) == num_lines
     console, out = captured(terminal=True)
     with Log(console=console).progress("trials", 4) as bar:
         bar.advance(4, note="2 solved")
