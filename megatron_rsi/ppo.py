@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def score(experience: Experience, critic: Policy, settings: Rpr, lambda_u: float
     """Adds values, advantages and returns, and with ``actor`` its log-probs at the sampling temperature."""
     batches = experience.batches
     values = critic.values(batches)
-    old = actor.logprobs(batches, settings.temperature) if actor is not None else [None] * len(batches)
+    old: Sequence[Any] = actor.logprobs(batches, settings.temperature) if actor is not None else [None] * len(batches)
     scored = []
     for batch, value, logprobs in zip(batches, values, old, strict=True):
         advantages, returns = tb_gae(
@@ -95,7 +96,7 @@ def first_action_tokens(batch: PackedBatch) -> Tensor:
 
 def calibrate(experience: Experience, world: World) -> Calibration | None:
     """How the critic, as it is, predicts these returns, at the first action token of every turn. None without data."""
-    returns, values, trials = [], [], 0
+    returns, values, trials = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)], 0
     for batch in experience.batches:
         first = first_action_tokens(batch)
         returns.append(_of(batch.returns)[first].numpy())

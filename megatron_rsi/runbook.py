@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import msgspec
+
 from .rollout.chat import Chat, Message
 from .rollout.harness import make_harness
 from .rollout.integrity import CANARY, PROTECTED
@@ -120,7 +122,7 @@ def public_trajectory(trajectory: Trajectory, task: Task, chat: Chat) -> Traject
     """The same trial with the private guidance erased from its opening: what SFT may see."""
     opening = chat.opening(make_harness("general").opening(task))
     first, *rest = trajectory.turns
-    turns = [Turn(context_ids=opening, completion=first.completion, command=first.command, observation=first.observation), *rest]
+    turns = [msgspec.structs.replace(first, context_ids=opening), *rest]
     return Trajectory(
         attempt_id=trajectory.attempt_id, task_id=trajectory.task_id, harness="general", turns=turns,
         verdict=trajectory.verdict, temperature=trajectory.temperature,

@@ -7,6 +7,7 @@ that is in the store is never run again.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -58,13 +59,21 @@ class Counters:
 
 
 class BoxTrial:
-    """The harness's view of the sandbox."""
+    """The harness's view of the sandbox. ``deadline`` (of the event loop's clock) ends the agent's time.
 
-    def __init__(self, box: Sandbox, task: Task, limits: Limits):
-        self.box, self.task, self.limits = box, task, limits
+    A call to a sandbox is never cancelled, which would cost the box and with it the verdict: the agent's last command
+    gets the time that is left instead.
+    """
+
+    def __init__(self, box: Sandbox, task: Task, limits: Limits, deadline: float = math.inf):
+        self.box, self.task, self.limits, self.deadline = box, task, limits, deadline
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - asyncio.get_running_loop().time()
 
     async def execute(self, command: str) -> ExecResult:
-        return await self.box.exec(command, timeout_s=self.limits.command_timeout_s)
+        return await self.box.exec(command, timeout_s=max(0.01, min(self.limits.command_timeout_s, self.left_s)))
 
     async def passes(self) -> bool:
         return (await verify(self.box, self.task)).passed
@@ -108,9 +117,12 @@ class Collector:
                 if progress is not None:
                     progress(self.counters)
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(self.limits.concurrency, len(attempts))):
-                group.create_task(worker())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self.limits.concurrency, len(attempts))):
+                    group.create_task(worker())
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # a full disk is told as that, not as a group of them
         store.sync()
 
     def _count(self, trajectory: Trajectory) -> None:
@@ -160,19 +172,19 @@ class Collector:
         )
 
     async def _play(self, attempt: Attempt, box: Sandbox, episode: Episode) -> None:
-        harness, trial = make_harness(attempt.harness), BoxTrial(box, attempt.task, self.limits)
-        context = self.chat.opening(harness.opening(attempt.task, attempt.guidance))
-        try:
-            async with asyncio.timeout(attempt.task.agent_timeout_s):
-                while context is not None:
-                    context = await self._turn(attempt, harness, trial, episode, context)
-        except TimeoutError:
-            episode.stop_reason = ErrorKind.AGENT_TIMEOUT
+        deadline = asyncio.get_running_loop().time() + attempt.task.agent_timeout_s
+        harness, trial = make_harness(attempt.harness), BoxTrial(box, attempt.task, self.limits, deadline)
+        context: list[int] | None = self.chat.opening(harness.opening(attempt.task, attempt.guidance))
+        while context is not None:
+            context = await self._turn(attempt, harness, trial, episode, context)
 
     async def _turn(
         self, attempt: Attempt, harness: Harness, trial: BoxTrial, episode: Episode, context: list[int]
     ) -> list[int] | None:
         """One policy call and its effect. Returns the tokens that lead into the next turn, None at the end."""
+        if trial.left_s <= 0:
+            episode.stop_reason = ErrorKind.AGENT_TIMEOUT
+            return None
         if len(episode.turns) >= attempt.task.max_turns:
             episode.stop_reason = ErrorKind.TURN_LIMIT
             return None
@@ -185,7 +197,12 @@ class Collector:
             temperature=attempt.temperature, max_new_tokens=min(self.limits.max_new_tokens, room),
             stop_ids=(self.chat.stop_id,), seed=f"{self.limits.seed}:{attempt.attempt_id}",
         )
-        completion = await self.engine.generate(prompt, sampling, attempt.attempt_id)
+        try:
+            async with asyncio.timeout_at(trial.deadline):
+                completion = await self.engine.generate(prompt, sampling, attempt.attempt_id)
+        except TimeoutError:
+            episode.stop_reason = ErrorKind.AGENT_TIMEOUT
+            return None
         reaction = await harness.react(self.chat.text_of(completion.ids), trial)
         episode.add(context, completion, reaction.command, reaction.observation or "", reaction.exit_code)
         if reaction.observation is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -53,22 +55,38 @@ def load_task(folder: Path | str) -> Task:
         document = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
-    instruction = (folder / "instruction.md").read_text().strip()
+    try:
+        instruction = (folder / "instruction.md").read_text().strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{folder / 'instruction.md'} is not UTF-8 text: {error}") from error
     if not instruction:
         raise ValueError(f"{folder / 'instruction.md'} is empty")
     root = Table(path, "", document)
-    agent, verifier, environment, metadata = (
-        Table(path, name, root.values.get(name, {})) for name in ("agent", "verifier", "environment", "metadata")
+    agent, verifier, environment, metadata, *_ = (
+        Table(path, name, root.values.get(name, {}))
+        for name in ("agent", "verifier", "environment", "metadata", "task", "solution")
     )
     _refuse(agent, environment, verifier)
-    env = environment.get("env", {})
+    env, image = environment.get("env", {}), environment.get("docker_image", "")
     return Task(
         task_id=folder.name, path=str(folder), instruction=instruction, workdir=environment.get("workdir", "/app"),
-        env={str(k): str(v) for k, v in env.items()}, agent_timeout_s=float(agent.get("timeout_sec", 120.0)),
+        env={k: _expand(str(v), f"{path}: environment.env.{k}") for k, v in env.items()}, agent_timeout_s=float(agent.get("timeout_sec", 120.0)),
         verifier_timeout_s=float(verifier.get("timeout_sec", 600.0)), max_turns=metadata.get("max_turns", 20),
-        memory_mb=environment.get("memory_mb", 512), docker_image=environment.get("docker_image", None),
+        memory_mb=environment.get("memory_mb", 512), docker_image=image or None,
         baseline_fraction=_fraction(metadata),
     )
+
+
+def _expand(value: str, where: str) -> str:
+    """``${NAME}`` and ``${NAME:-default}`` from this machine's environment, as Harbor does."""
+
+    def look_up(match: re.Match[str]) -> str:
+        found = os.environ.get(match["name"], match["default"])
+        if found is None:
+            raise ValueError(f"{where} needs the variable {match['name']}, which is not set; export it or give a default")
+        return found
+
+    return re.sub(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}", look_up, value)
 
 
 def _fraction(metadata: Table) -> float:
@@ -107,24 +125,31 @@ def environment_files(task: Task) -> dict[str, bytes]:
     environment = Path(task.path) / "environment"
     dockerfile = environment / "Dockerfile"
     files: dict[str, bytes] = {}
+    workdir = task.workdir
     if not dockerfile.exists():
         return files
     for line in filter(None, (raw.split("#", 1)[0].strip() for raw in dockerfile.read_text().splitlines())):
         verb, _, rest = line.partition(" ")
+        if verb == "WORKDIR":
+            workdir = os.path.join(workdir, rest.strip())
         if verb in ("FROM", "WORKDIR"):
             continue
         if verb != "COPY" or len(rest.split()) != 2:
             raise ValueError(f"{dockerfile}: {line!r} needs an image build; bubblewrap knows FROM, WORKDIR and COPY A B")
         source, target = rest.split()
-        files |= _copied(environment, environment / source, target)
+        absolute = os.path.normpath(os.path.join(workdir, target)) + ("/" if target.endswith(("/", ".")) else "")
+        files |= _copied(environment, environment / source, absolute)
     return files
 
 
 def _copied(environment: Path, source: Path, target: str) -> dict[str, bytes]:
-    if not source.resolve().is_relative_to(environment.resolve()):
-        raise ValueError(f"{environment}/Dockerfile copies from outside its folder: {source}")
+    inside = environment.resolve()
+    found = sorted(source.rglob("*")) if source.is_dir() else []
+    for path in (source, *found):  # also through a link that lies in the folder
+        if not path.resolve().is_relative_to(inside):
+            raise ValueError(f"{environment}/Dockerfile copies from outside its folder: {path}")
     if source.is_dir():
-        return {f"{target.rstrip('/')}/{p.relative_to(source)}": p.read_bytes() for p in sorted(source.rglob("*")) if p.is_file()}
+        return {f"{target.rstrip('/')}/{p.relative_to(source)}": p.read_bytes() for p in found if p.is_file()}
     if not source.is_file():
         raise ValueError(f"{environment}/Dockerfile copies {source.name}, which does not exist")
     return {target + source.name if target.endswith("/") else target: source.read_bytes()}

@@ -115,7 +115,19 @@ class EmbeddedEngine:
         self._waiting.append(request)
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.create_task(self._serve())
-        return await request.future
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._forget(request)
+            raise
+
+    def _forget(self, request: Request) -> None:
+        """Nobody waits for this request any more: a row that still served it would keep weights from being replaced."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        for slot in self._slots:
+            if slot.request is request:
+                slot.request = None
 
     def release(self, session: str) -> None:
         for slot in self._slots:
@@ -174,10 +186,13 @@ class EmbeddedEngine:
                     self._advance(decode)
                 self.busy_s += time.perf_counter() - began
                 await asyncio.sleep(0)
+        except asyncio.CancelledError as error:
+            self._fail(error)
+            raise
         except Exception as error:  # whatever broke the loop reaches every caller instead of leaving them waiting
             self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         requests = self._waiting + [s.request for s in self._slots if s.request]
         self._waiting = []
         for slot in self._slots:
@@ -235,14 +250,13 @@ class EmbeddedEngine:
         stopped = token in request.sampling.stop_ids
         full = len(request.ids) + len(request.new_ids) >= self.context
         if stopped or full or len(request.new_ids) >= request.sampling.max_new_tokens:
+            completion = Completion(
+                ids=request.new_ids, logprobs=request.logprobs, finish="stop" if stopped else "length",
+                weight_version=self.weight_version,
+            )
             slot.request = None
             if not request.future.done():
-                request.future.set_result(
-                    Completion(
-                        ids=request.new_ids, logprobs=request.logprobs, finish="stop" if stopped else "length",
-                        weight_version=self.weight_version,
-                    )
-                )
+                request.future.set_result(completion)
 
     # ---- the model
 
