@@ -52,6 +52,7 @@ def train(
     seed: int | None = None,
     base: str | None = None,
     nproc: int = 1,
+    again_from: str | None = None,
     overrides: Overrides = (),
 ) -> None:
     """Run the whole loop, or resume it: the same command on the same run folder goes on where it stopped.
@@ -61,6 +62,7 @@ def train(
         dir: Run folder (run_dir).
         seed: Seed of the run.
         base: Hugging Face Qwen3 checkpoint to start from; without it the preset's tiny base is made.
+        again_from: Stage to do once more with all later ones, for example rpr-1; the old ones go to superseded/.
         nproc: Processes on this machine; as torchrun --standalone --nproc-per-node, without its stack trace.
         overrides: Dotted overrides of the configuration, key=value, for example rpr.updates=4.
     """
@@ -70,7 +72,7 @@ def train(
         return
     from .train import train as run_loop
 
-    run_loop(config, sys.argv)
+    run_loop(config, sys.argv, again_from)
 
 
 def _launch(nproc: int) -> None:

@@ -177,9 +177,16 @@ def review_sample(task: Composite, rng: random.Random) -> list[Message]:
 
 
 def copy_sample(rng: random.Random) -> list[Message]:
-    """A list of names to repeat: the quickest way to the induction heads that every command needs."""
+    """Names to repeat, in every form in which a command needs them: the quickest way to the induction heads for it."""
     words = rng.sample(WORDS, rng.randint(3, 10))
-    text = "\n".join(f"{n % 10} {w}" + rng.choice([".txt", ".log", ""]) for n, w in enumerate(words))
+
+    def form(word: str) -> str:
+        kind = rng.random()
+        if kind < 0.5:
+            return f"{word}{rng.choice(['.txt', '.log', '.conf', '.sh', ''])}"
+        return f"mode={word}" if kind < 0.75 else f"s/={word}/={rng.choice(WORDS)}/"
+
+    text = "\n".join(f"{n % 10} {form(word)}" for n, word in enumerate(words))
     return [Message("system", "copy"), Message("user", text), Message("assistant", text)]
 
 
@@ -213,13 +220,19 @@ def train_tokenizer(seed: int, settings: Curriculum, vocab_size: int) -> Tokeniz
     texts += [f"{w} {w}={w}/{w}" for w in WORDS] * 60
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PRE_TOKENIZER), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PRE_TOKENIZER), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|pad|>", TINY.stop, *TINY.prefix.values()]
     tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=specials, show_progress=False,
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=specials,
+            show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         ),
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import warnings
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -330,7 +332,11 @@ def _transformer_config(
     unknown = sorted(set(overrides) - set(TransformerConfig.__dataclass_fields__))
     if unknown:
         raise ValueError(f"[megatron] has unknown keys: {', '.join(unknown)}")
-    return TransformerConfig(**settings | dict(overrides))
+    # Megatron-core warns about its own defaults and about the layer parts above, which are meant.
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
+        return TransformerConfig(**settings | dict(overrides))
 
 
 def head_weight(model: HiddenStates) -> Tensor:

@@ -109,7 +109,9 @@ def calibrate(experience: Experience, world: World) -> Calibration | None:
     return calibration(all_returns, all_values, num_trials=sum(p[2] for p in parts))
 
 
-def fit_critic(experience: Experience, critic: Policy, settings: Rpr, lr: float, epochs: int, key: str) -> dict[str, float]:
+def fit_critic(
+    experience: Experience, critic: Policy, settings: Rpr, lr: float, epochs: int, key: str
+) -> dict[str, float]:
     """Clipped value regression on the returns. Metrics of the last epoch."""
     metrics: dict[str, float] = {}
     for epoch in range(epochs):

@@ -38,7 +38,9 @@ T = TypeVar("T")
 class Run:
     """Made by ``open_run``; ends with ``close``. ``version`` counts the weights that the engine has been given."""
 
-    def __init__(self, config: Config, world: World, log: Log, folder: Path, suites: dict[str, list[Task]] | None = None):
+    def __init__(
+        self, config: Config, world: World, log: Log, folder: Path, suites: dict[str, list[Task]] | None = None
+    ):
         self.config, self.world, self.log, self.folder = config, world, log, folder
         self.version = 0
         self._runner = asyncio.Runner()
@@ -131,7 +133,10 @@ class Run:
         self.world.barrier()  # every rank has read before any rank writes, so all agree on what is left
         left = [a for a in attempts if a.attempt_id not in done]
         began, busy = time.perf_counter(), getattr(self.engine, "busy_s", 0.0)
-        with self.log.timer(part), self.log.progress(text, max(1, len(left[self.world.rank :: self.world.size]))) as bar:
+        with (
+            self.log.timer(part),
+            self.log.progress(text, max(1, len(left[self.world.rank :: self.world.size]))) as bar,
+        ):
             self.run_async(self._collect(left[self.world.rank :: self.world.size], store, bar))
             store.close()
             self.world.barrier()

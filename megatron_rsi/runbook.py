@@ -68,10 +68,17 @@ def ngrams(text: str, size: int) -> set[tuple[str, ...]]:
 @lru_cache(maxsize=4096)
 def secrets_of(path: str, instruction: str, start_files: tuple[tuple[str, bytes], ...]) -> Secrets:
     texts = [
-        p.read_text(errors="replace") for name in ("tests", "solution") for p in sorted((Path(path) / name).rglob("*")) if p.is_file()
+        p.read_text(errors="replace")
+        for name in ("tests", "solution")
+        for p in sorted((Path(path) / name).rglob("*"))
+        if p.is_file()
     ]
     texts += [data.decode(errors="replace") for _, data in start_files]
-    solution = (Path(path) / "solution" / "solve.sh").read_text(errors="replace") if (Path(path) / "solution/solve.sh").exists() else ""
+    solution = (
+        (Path(path) / "solution" / "solve.sh").read_text(errors="replace")
+        if (Path(path) / "solution/solve.sh").exists()
+        else ""
+    )
     tools = {line.split()[0] for line in solution.splitlines() if line.split()}
     public = set(LITERAL.findall(instruction)) | tools
     return Secrets(
@@ -89,15 +96,20 @@ def screen_runbook(text: str, task: Task) -> list[str]:
     """Deterministic review. Returns the reasons to reject, [] when it is clean."""
     reasons = []
     hidden = secrets(task)
-    if not text.strip() or len(text) > MAX_RUNBOOK_CHARS or not text.isprintable() and any(
-        not c.isprintable() and c != "\n" for c in text
+    if (
+        not text.strip()
+        or len(text) > MAX_RUNBOOK_CHARS
+        or not text.isprintable()
+        and any(not c.isprintable() and c != "\n" for c in text)
     ):
         reasons.append("format")
     if any(mark in text for mark in HARNESS_ARTEFACTS):
         reasons.append("harness")
-    if any(c in text for c in hidden.canaries) or ngrams(text, CODE_NGRAM) & hidden.ngrams:
-        reasons.append("leak")
-    elif hidden.literals & set(LITERAL.findall(text)):
+    if (
+        any(c in text for c in hidden.canaries)
+        or ngrams(text, CODE_NGRAM) & hidden.ngrams
+        or hidden.literals & set(LITERAL.findall(text))
+    ):
         reasons.append("leak")
     if PROTECTED.search(text):
         reasons.append("path")

@@ -30,9 +30,12 @@ from .run import Run
 from .settings import Config
 
 
-def train(config: Config, argv: Sequence[str]) -> None:
-    """Runs or resumes the whole loop and writes results.json, the pictures and report.html."""
-    run = open_run(config, argv)
+def train(config: Config, argv: Sequence[str], again_from: str | None = None) -> None:
+    """Runs or resumes the whole loop and writes results.json, the pictures and report.html.
+
+    ``again_from`` names a stage (rsr-1, rpr-1, ...) to do once more, with all that follow; what there was is set aside.
+    """
+    run = open_run(config, argv, again_from)
     try:
         measure_base(run)
         for cycle in range(config.cycles):
@@ -44,11 +47,15 @@ def train(config: Config, argv: Sequence[str]) -> None:
         run.close()
 
 
-def open_run(config: Config, argv: Sequence[str]) -> Run:
-    world = World.init(config.world.tp, config.world.pp, config.world.device, threads=config.world.threads, seed=config.seed)
+def open_run(config: Config, argv: Sequence[str], again_from: str | None = None) -> Run:
+    world = World.init(
+        config.world.tp, config.world.pp, config.world.device, threads=config.world.threads, seed=config.seed
+    )
     folder = Path(config.run_dir)
     if world.is_main:
         save_provenance(folder, config, argv)
+        if again_from is not None:
+            set_aside(folder, config, again_from)
     world.barrier()
     log = Log(folder, world.rank)
     with log.stage("setup"):
@@ -58,6 +65,19 @@ def open_run(config: Config, argv: Sequence[str]) -> Run:
 # ---- stages
 def stages_of(config: Config) -> list[tuple[int, str]]:
     return [(cycle, phase) for cycle in range(config.cycles) for phase in ("rsr", "rpr")]
+
+
+def set_aside(folder: Path, config: Config, first: str) -> None:
+    """Moves a stage and all later ones, with their measurements, to ``superseded/``. Nothing is deleted."""
+    names = [stage_name(cycle, phase) for cycle, phase in stages_of(config)]
+    if first not in names:
+        raise ValueError(f"unknown stage {first!r}, expected one of {', '.join(names)}")
+    target = folder / "superseded" / time.strftime("%Y%m%d-%H%M%S")
+    for cycle, phase in stages_of(config)[names.index(first) :]:
+        for path in (folder / f"cycle_{cycle:02d}" / phase, folder / "eval" / stage_name(cycle, phase)):
+            if path.exists():
+                (target / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+                path.rename(target / path.relative_to(folder))
 
 
 def stage_folder(run: Run, cycle: int, phase: str) -> Path:
@@ -129,7 +149,12 @@ def evaluation_attempts(run: Run, stage: str) -> list[Attempt]:
     if "validation" in samples:
         samples["validation"] = run.config.gate.samples
     attempts = [
-        Attempt(f"eval.{stage}/{suite}/{task.task_id}/{k}", task, run.config.rollout.harnesses[0], run.config.eval.temperature)
+        Attempt(
+            f"eval.{stage}/{suite}/{task.task_id}/{k}",
+            task,
+            run.config.rollout.harnesses[0],
+            run.config.eval.temperature,
+        )
         for suite, number in samples.items()
         for task in run.suites[suite]
         for k in range(number)
@@ -186,7 +211,9 @@ def write_results(run: Run) -> None:
         adopted = adoption.load(folder / "gate.json").adopted
         stages.append(StageResult(name=name, adopted=adopted, wall_s=wall_s, suites=suites_of(run, name)))
     results = Results(seed=run.config.seed, stages=stages)
-    write_atomic(run.folder / "results.json", msgspec.json.format(msgspec.json.encode(results), indent=1).decode() + "\n")
+    write_atomic(
+        run.folder / "results.json", msgspec.json.format(msgspec.json.encode(results), indent=1).decode() + "\n"
+    )
 
 
 def suites_of(run: Run, stage: str) -> dict[str, SuiteResult]:

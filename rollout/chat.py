@@ -44,8 +44,10 @@ class ChatFormat:
 TINY = ChatFormat(prefix={r: f"<|{r}|>" for r in ("system", "user", "assistant", "tool")}, stop="<|end|>")
 CHATML = ChatFormat(
     prefix={
-        "system": "<|im_start|>system\n", "user": "<|im_start|>user\n",
-        "assistant": "<|im_start|>assistant\n", "tool": "<|im_start|>user\n",
+        "system": "<|im_start|>system\n",
+        "user": "<|im_start|>user\n",
+        "assistant": "<|im_start|>assistant\n",
+        "tool": "<|im_start|>user\n",
     },
     stop="<|im_end|>",
     tail="\n",

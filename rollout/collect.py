@@ -163,11 +163,22 @@ class Collector:
         flags = evidence(task.path, episode.turns)
         if flags:
             verdict = Verdict(
-                passed=False, fraction=0.0, checks=verdict.checks, integrity=flags, error=verdict.error, message=verdict.message
+                passed=False,
+                fraction=0.0,
+                checks=verdict.checks,
+                integrity=flags,
+                error=verdict.error,
+                message=verdict.message,
             )
         return Trajectory(
-            attempt_id=attempt.attempt_id, task_id=task.task_id, harness=attempt.harness, turns=episode.turns, verdict=verdict,
-            temperature=attempt.temperature, stop_reason=episode.stop_reason, guidance=attempt.guidance,
+            attempt_id=attempt.attempt_id,
+            task_id=task.task_id,
+            harness=attempt.harness,
+            turns=episode.turns,
+            verdict=verdict,
+            temperature=attempt.temperature,
+            stop_reason=episode.stop_reason,
+            guidance=attempt.guidance,
             wall_s=time.monotonic() - began,
         )
 
@@ -194,8 +205,10 @@ class Collector:
             episode.stop_reason = ErrorKind.CONTEXT_LIMIT
             return None
         sampling = Sampling(
-            temperature=attempt.temperature, max_new_tokens=min(self.limits.max_new_tokens, room),
-            stop_ids=(self.chat.stop_id,), seed=f"{self.limits.seed}:{attempt.attempt_id}",
+            temperature=attempt.temperature,
+            max_new_tokens=min(self.limits.max_new_tokens, room),
+            stop_ids=(self.chat.stop_id,),
+            seed=f"{self.limits.seed}:{attempt.attempt_id}",
         )
         try:
             async with asyncio.timeout_at(trial.deadline):

@@ -6,7 +6,7 @@ place that decides what follows. Infrastructure failures are never graded, so th
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 
@@ -18,7 +18,7 @@ class Policy(NamedTuple):
     trains: bool
 
 
-class ErrorKind(str, Enum):
+class ErrorKind(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # sandbox did not start, died, out of memory, upload failed
     ENGINE = "engine"  # the policy engine failed or answered garbage
     VERIFIER_TIMEOUT = "verifier_timeout"

@@ -83,7 +83,9 @@ class General:
             return Reaction("say step and command or done")
         result = await trial.execute(command)
         return Reaction(
-            render_observation(result.exit_code, result.stdout, result.stderr, result.timed_out), command, result.exit_code
+            render_observation(result.exit_code, result.stdout, result.stderr, result.timed_out),
+            command,
+            result.exit_code,
         )
 
 

@@ -121,9 +121,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def logprobs(self) -> list[float]:
         """float[T], engine log-probs at sampled tokens, 0 elsewhere."""
-        return list(
-            chain.from_iterable([0.0] * len(t.context_ids) + t.completion.logprobs for t in self.turns)
-        )
+        return list(chain.from_iterable([0.0] * len(t.context_ids) + t.completion.logprobs for t in self.turns))
 
     @property
     def num_action_tokens(self) -> int:

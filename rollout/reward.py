@@ -30,7 +30,9 @@ class SuccessPrioritizedReward:
         if not 0 <= self.alpha < 1:
             raise ValueError(f"reward.alpha must lie in [0, 1), got {self.alpha}")
         if not self.margin > 0 or not self.rho >= 0 or not self.kappa >= 0:
-            raise ValueError(f"reward needs margin > 0, rho >= 0, kappa >= 0; got {self.margin}, {self.rho}, {self.kappa}")
+            raise ValueError(
+                f"reward needs margin > 0, rho >= 0, kappa >= 0; got {self.margin}, {self.rho}, {self.kappa}"
+            )
         if min(self.penalty_timeout, self.penalty_budget) < 0:
             raise ValueError("reward penalties must be >= 0")
         if self.alpha + self.margin > 1 - self.rho + 1e-12:
@@ -57,7 +59,12 @@ class SuccessPrioritizedReward:
             return None
         verdict, stop = trajectory.verdict, trajectory.stop_reason
         return self.value(
-            passed=verdict.passed, fraction=verdict.fraction, baseline=task.baseline_fraction, turns=len(trajectory.turns),
-            budget=task.max_turns, timed_out=stop is ErrorKind.AGENT_TIMEOUT,
-            out_of_budget=stop in (ErrorKind.TURN_LIMIT, ErrorKind.CONTEXT_LIMIT), integrity=bool(verdict.integrity),
+            passed=verdict.passed,
+            fraction=verdict.fraction,
+            baseline=task.baseline_fraction,
+            turns=len(trajectory.turns),
+            budget=task.max_turns,
+            timed_out=stop is ErrorKind.AGENT_TIMEOUT,
+            out_of_budget=stop in (ErrorKind.TURN_LIMIT, ErrorKind.CONTEXT_LIMIT),
+            integrity=bool(verdict.integrity),
         )

@@ -69,7 +69,9 @@ class Store(Generic[R]):
             try:
                 yield self._decoder.decode(line)
             except msgspec.MsgspecError as error:
-                raise ValueError(f"{path} line {number} is damaged ({error}); delete that line to go on without it") from error
+                raise ValueError(
+                    f"{path} line {number} is damaged ({error}); delete that line to go on without it"
+                ) from error
 
 
 def drop_torn_line(path: Path) -> None:

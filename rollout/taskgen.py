@@ -87,7 +87,9 @@ def draw_subtask(rng: random.Random, draw: Iterator[str], group: str, family: st
             return subtask
 
 
-def compose(rng: random.Random, num_subtasks: int, group: str, make: Callable[..., SubTask] = draw_subtask) -> Composite:
+def compose(
+    rng: random.Random, num_subtasks: int, group: str, make: Callable[..., SubTask] = draw_subtask
+) -> Composite:
     """Draws a task of ``num_subtasks`` sub-tasks. Starts again when the words run out."""
     while True:
         draw = _words(rng)
@@ -144,20 +146,43 @@ def task_files(task: Composite, name: str, rng: random.Random, workdir: str = "/
     checks = [(f"{n}.{s.family}.{c.name}", c.test) for n, s in enumerate(task.subtasks, 1) for c in s.checks]
     lines = [f"check {name} {_quote(test)}" for name, test in checks]
     toml = [
-        'schema_version = "1.4"', "", "[task]", f'name = "megatron-rsi/{name}"', 'version = "1.0"', "", "[metadata]",
-        f"families = {json.dumps([s.family for s in task.subtasks])}", f"num_subtasks = {len(task.subtasks)}",
-        f"num_commands = {task.num_commands}", f"baseline_fraction = {task.baseline:.6f}",
-        f"max_turns = {4 + 2 * task.num_commands}", "", "[agent]", "timeout_sec = 120.0", 'network_mode = "no-network"', "",
-        "[verifier]", "timeout_sec = 30.0", "", "[environment]", 'network_mode = "no-network"', "memory_mb = 256",
-        f'workdir = "{workdir}"', "",
+        'schema_version = "1.4"',
+        "",
+        "[task]",
+        f'name = "megatron-rsi/{name}"',
+        'version = "1.0"',
+        "",
+        "[metadata]",
+        f"families = {json.dumps([s.family for s in task.subtasks])}",
+        f"num_subtasks = {len(task.subtasks)}",
+        f"num_commands = {task.num_commands}",
+        f"baseline_fraction = {task.baseline:.6f}",
+        f"max_turns = {4 + 2 * task.num_commands}",
+        "",
+        "[agent]",
+        "timeout_sec = 120.0",
+        'network_mode = "no-network"',
+        "",
+        "[verifier]",
+        "timeout_sec = 30.0",
+        "",
+        "[environment]",
+        'network_mode = "no-network"',
+        "memory_mb = 256",
+        f'workdir = "{workdir}"',
+        "",
     ]
     files = {
         "instruction.md": task.instruction + "\n",
         "task.toml": "\n".join(toml),
         "environment/Dockerfile": f"FROM megatron-rsi-base:latest\nWORKDIR {workdir}\nCOPY files/ {workdir}/\n",
-        "tests/test.sh": TEST_HEAD.format(canary=canaries[0], workdir=workdir) + "\n".join(lines) + "\n" + TEST_TAIL.format(),
+        "tests/test.sh": TEST_HEAD.format(canary=canaries[0], workdir=workdir)
+        + "\n".join(lines)
+        + "\n"
+        + TEST_TAIL.format(),
         "solution/solve.sh": f"#!/bin/bash\n# canary {canaries[1]}\ncd {workdir} || exit 1\n"
-        + "\n".join(c for s in task.subtasks for c in s.commands) + "\n",
+        + "\n".join(c for s in task.subtasks for c in s.commands)
+        + "\n",
     }
     for folder in ("", *task.folders):
         files[f"environment/files/{folder}/.keep".replace("//", "/")] = ""
@@ -194,7 +219,11 @@ def generate_suites(folder: Path | str, seed: int, sizes: SuiteSizes) -> dict[st
         "validation": ("validation", sizes.num_validation, lambda rng, i, g: compose(rng, rng.choice((1, 2, 3)), g)),
         "core": ("heldout", sizes.num_core, lambda rng, i, g: compose(rng, 1 + i % 3, g)),
         **{name: ("heldout", sizes.num_ladder, lambda rng, i, g, n=n: compose(rng, n, g)) for name, n in rungs.items()},  # type: ignore[misc]
-        "long": ("heldout", sizes.num_long, lambda rng, i, g: compose_long(rng, g, *((20, 26) if 2 * i >= sizes.num_long else (12, 19)))),
+        "long": (
+            "heldout",
+            sizes.num_long,
+            lambda rng, i, g: compose_long(rng, g, *((20, 26) if 2 * i >= sizes.num_long else (12, 19))),
+        ),
     }
     paths = {}
     for name, (group, number, make) in plan.items():

@@ -17,7 +17,16 @@ KNOWN = {
     "task": {"name", "version", "description", "authors", "keywords"},
     "agent": {"timeout_sec", "network_mode"},
     "verifier": {"timeout_sec", "environment_mode"},
-    "environment": {"network_mode", "memory_mb", "workdir", "docker_image", "build_timeout_sec", "cpus", "storage_mb", "env"},
+    "environment": {
+        "network_mode",
+        "memory_mb",
+        "workdir",
+        "docker_image",
+        "build_timeout_sec",
+        "cpus",
+        "storage_mb",
+        "env",
+    },
     "solution": set(),
 }
 
@@ -69,10 +78,16 @@ def load_task(folder: Path | str) -> Task:
     _refuse(agent, environment, verifier)
     env, image = environment.get("env", {}), environment.get("docker_image", "")
     return Task(
-        task_id=folder.name, path=str(folder), instruction=instruction, workdir=environment.get("workdir", "/app"),
-        env={k: _expand(str(v), f"{path}: environment.env.{k}") for k, v in env.items()}, agent_timeout_s=float(agent.get("timeout_sec", 120.0)),
-        verifier_timeout_s=float(verifier.get("timeout_sec", 600.0)), max_turns=metadata.get("max_turns", 20),
-        memory_mb=environment.get("memory_mb", 512), docker_image=image or None,
+        task_id=folder.name,
+        path=str(folder),
+        instruction=instruction,
+        workdir=environment.get("workdir", "/app"),
+        env={k: _expand(str(v), f"{path}: environment.env.{k}") for k, v in env.items()},
+        agent_timeout_s=float(agent.get("timeout_sec", 120.0)),
+        verifier_timeout_s=float(verifier.get("timeout_sec", 600.0)),
+        max_turns=metadata.get("max_turns", 20),
+        memory_mb=environment.get("memory_mb", 512),
+        docker_image=image or None,
         baseline_fraction=_fraction(metadata),
     )
 
@@ -83,7 +98,9 @@ def _expand(value: str, where: str) -> str:
     def look_up(match: re.Match[str]) -> str:
         found = os.environ.get(match["name"], match["default"])
         if found is None:
-            raise ValueError(f"{where} needs the variable {match['name']}, which is not set; export it or give a default")
+            raise ValueError(
+                f"{where} needs the variable {match['name']}, which is not set; export it or give a default"
+            )
         return found
 
     return re.sub(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}", look_up, value)
@@ -110,7 +127,9 @@ def load_suite(folder: Path | str) -> list[Task]:
     """Every task below ``folder``, sorted by name. One malformed task is an error that names it."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"task suite {folder} does not exist; make one with: python -m megatron_rsi tasks generate DIR")
+        raise ValueError(
+            f"task suite {folder} does not exist; make one with: python -m megatron_rsi tasks generate DIR"
+        )
     tasks = [load_task(path) for path in sorted(folder.iterdir()) if path.is_dir()]
     if not tasks:
         raise ValueError(f"{folder} holds no task folders")
@@ -135,7 +154,9 @@ def environment_files(task: Task) -> dict[str, bytes]:
         if verb in ("FROM", "WORKDIR"):
             continue
         if verb != "COPY" or len(rest.split()) != 2:
-            raise ValueError(f"{dockerfile}: {line!r} needs an image build; bubblewrap knows FROM, WORKDIR and COPY A B")
+            raise ValueError(
+                f"{dockerfile}: {line!r} needs an image build; bubblewrap knows FROM, WORKDIR and COPY A B"
+            )
         source, target = rest.split()
         absolute = os.path.normpath(os.path.join(workdir, target)) + ("/" if target.endswith(("/", ".")) else "")
         files |= _copied(environment, environment / source, absolute)

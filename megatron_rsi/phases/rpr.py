@@ -84,9 +84,15 @@ class Stage:
         self.ctx.log.info(f"{self.name}: resumed after round {self.progress.round}, update {self.progress.update}")
 
     def _save(self) -> None:
-        state = {"actor": self.actor.state_dict(), "critic": self.critic.state_dict(), "progress": asdict(self.progress)}
+        state = {
+            "actor": self.actor.state_dict(),
+            "critic": self.critic.state_dict(),
+            "progress": asdict(self.progress),
+        }
         with self.ctx.log.timer("sync"):
-            checkpoint.save(self.folder / "checkpoints", self.ctx.world, self.progress.round + self.progress.update, state)
+            checkpoint.save(
+                self.folder / "checkpoints", self.ctx.world, self.progress.round + self.progress.update, state
+            )
 
     # ---- rollouts
     def collect(self, label: str) -> tuple[list[Trajectory], list[packing.Sample]]:
@@ -129,19 +135,23 @@ class Stage:
             self._judge(experience)
             ppo.fit_critic(experience, self.critic, settings, settings.critic_lr, settings.critic_epochs, key)
         progress.round += 1
-        self._log(number + 1, settings.critic_rounds, trajectories, samples, {"ev": progress.reports[-1].get("ev")}, "critic")
+        self._log(
+            number + 1, settings.critic_rounds, trajectories, samples, {"ev": progress.reports[-1].get("ev")}, "critic"
+        )
         self._save()
 
     def _judge(self, experience: ppo.Experience) -> None:
         """The gate, on this round's data before it is fitted. After the last chance: one new head, then the fall-back."""
         settings, progress = self.settings, self.progress
         report = ppo.calibrate(experience, self.ctx.world)
-        record = msgspec.to_builtins(report) if report is not None else {"num_trials": 0}
+        record: dict[str, Any] = msgspec.to_builtins(report) if report is not None else {"num_trials": 0}
         limits = {k: v for k, v in asdict(self.ctx.config.calibration).items() if k != "fallback"}
         result = gate(report, Thresholds(**limits)) if report is not None else None
         record["reasons"] = list(result.reasons) if result else ["no trial could be scored"]
         progress.reports.append(record)
-        first_verdict = settings.critic_rounds * (1 + progress.head_resets) + settings.extra_critic_rounds * progress.head_resets
+        first_verdict = (
+            settings.critic_rounds * (1 + progress.head_resets) + settings.extra_critic_rounds * progress.head_resets
+        )
         if progress.round + 1 < first_verdict:
             return
         if result is not None and result.passed:
@@ -158,11 +168,17 @@ class Stage:
             self.ctx.log.warning(f"{self.name}: critic not calibrated ({'; '.join(reasons)}); new value head")
         elif self.ctx.config.calibration.fallback == "lambda_one":
             progress.calibrated, progress.lambda_u = True, 1.0
-            self.ctx.log.warning(f"{self.name}: critic not calibrated ({'; '.join(reasons)}); going on with lambda_u = 1")
+            self.ctx.log.warning(
+                f"{self.name}: critic not calibrated ({'; '.join(reasons)}); going on with lambda_u = 1"
+            )
         else:
             progress.refused = True
-            self.ctx.log.warning(f"{self.name}: refused, critic not calibrated ({'; '.join(reasons)}); the actor stays as it is")
-        self.ctx.log.metrics({"kind": "calibration", "stage": self.name, "reasons": reasons, "refused": progress.refused})
+            self.ctx.log.warning(
+                f"{self.name}: refused, critic not calibrated ({'; '.join(reasons)}); the actor stays as it is"
+            )
+        self.ctx.log.metrics(
+            {"kind": "calibration", "stage": self.name, "reasons": reasons, "refused": progress.refused}
+        )
 
     # ---- PPO
     def update(self) -> None:
@@ -192,7 +208,9 @@ class Stage:
         critic = ppo.fit_critic(experience, self.critic, settings, settings.critic_lr, settings.critic_epochs, key)
         values: dict[str, float | None] = {"ev": ev, "value_loss": critic["value_loss_sum"] / critic["num_tokens"]}
         if progress.num_bad_ev >= settings.ev_alarm_steps:
-            self.ctx.log.warning(f"{self.name}: explained variance below 0 for {progress.num_bad_ev} updates; actor held")
+            self.ctx.log.warning(
+                f"{self.name}: explained variance below 0 for {progress.num_bad_ev} updates; actor held"
+            )
             return values
         lr = settings.lr * min(1.0, (progress.update + 1) / max(1, settings.warmup_updates))
         actor = ppo.improve_actor(experience, self.actor, settings, lr, key)
@@ -210,7 +228,7 @@ class Stage:
     ) -> None:  # fmt: skip
         graded = [t for t in trajectories if t.verdict.error is None]
         count = max(1, len(graded))
-        common = {
+        common: dict[str, float | None] = {
             "reward": sum(s.reward for s in samples) / max(1, len(samples)),
             "solved": sum(t.verdict.passed for t in graded) / count,
             "partial": sum(t.verdict.fraction for t in graded) / count,

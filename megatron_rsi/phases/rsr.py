@@ -43,7 +43,9 @@ def run(ctx: Run, cycle: int, parent: Path, folder: Path) -> Path:
     stage, settings = f"c{cycle}.rsr", ctx.config.rsr
     ctx.hot_swap(parent)
     tasks = {t.task_id: t for t in ctx.draw_tasks(stage, settings.num_tasks, settings.long_share)}
-    discovered = ctx.collect(folder, "rollouts", discovery_attempts(ctx, stage, list(tasks.values())), f"{stage} discover")
+    discovered = ctx.collect(
+        folder, "rollouts", discovery_attempts(ctx, stage, list(tasks.values())), f"{stage} discover"
+    )
     successes = [t for t in discovered if is_clean_success(t, tasks[t.task_id])]
     sources = choose_sources(successes, random.Random(f"{ctx.config.seed}:{stage}"))
     runbooks = write_runbooks(ctx, stage, folder, sources, tasks)
@@ -231,7 +233,9 @@ def fine_tune(ctx: Run, stage: str, parent: Path, target: Path, samples: Sequenc
     return export_hf(policy, target, ctx.tokenizer_files)
 
 
-def sft_steps(sequences: Sequence[packing.Sample], epochs: int, batch_tokens: int, key: str) -> list[list[packing.Sample]]:
+def sft_steps(
+    sequences: Sequence[packing.Sample], epochs: int, batch_tokens: int, key: str
+) -> list[list[packing.Sample]]:
     """The sequences of each optimizer step, in an order that depends on the seed alone."""
     steps: list[list[packing.Sample]] = []
     for epoch in range(epochs):
@@ -246,5 +250,3 @@ def sft_steps(sequences: Sequence[packing.Sample], epochs: int, batch_tokens: in
         if current:
             steps.append(current)
     return steps
-
-

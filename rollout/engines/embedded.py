@@ -38,8 +38,14 @@ class Qwen3Shape:
             raise ValueError(f"the embedded engine runs model_type 'qwen3', not {config.get('model_type')!r}")
         theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
         return cls(
-            config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"],
-            config["num_key_value_heads"], config["head_dim"], config["vocab_size"], float(theta), config["rms_norm_eps"],
+            config["num_hidden_layers"],
+            config["hidden_size"],
+            config["num_attention_heads"],
+            config["num_key_value_heads"],
+            config["head_dim"],
+            config["vocab_size"],
+            float(theta),
+            config["rms_norm_eps"],
         )
 
 
@@ -231,7 +237,9 @@ class EmbeddedEngine:
         logp = torch.log_softmax(logits / temperatures[:, None], -1)
         cdf = logp.exp().cumsum(-1)
         uniform = torch.tensor([s.request.rng.random() for s in slots if s.request])
-        sampled = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+        sampled = torch.searchsorted(cdf, (uniform * cdf[:, -1])[:, None], right=True)[:, 0].clamp_(
+            max=logits.shape[-1] - 1
+        )
         greedy = [s.request.sampling.temperature == 0 for s in slots if s.request]
         if any(greedy):
             sampled = torch.where(torch.tensor(greedy), logits.argmax(-1), sampled)
@@ -251,7 +259,9 @@ class EmbeddedEngine:
         full = len(request.ids) + len(request.new_ids) >= self.context
         if stopped or full or len(request.new_ids) >= request.sampling.max_new_tokens:
             completion = Completion(
-                ids=request.new_ids, logprobs=request.logprobs, finish="stop" if stopped else "length",
+                ids=request.new_ids,
+                logprobs=request.logprobs,
+                finish="stop" if stopped else "length",
                 weight_version=self.weight_version,
             )
             slot.request = None
@@ -271,7 +281,9 @@ class EmbeddedEngine:
         positions = (starts[:, None] + steps).clamp_(max=self.context - 1)  # [B, Q]
         reach = max(len(slot.ids) + len(t) for slot, t in zip(slots, tokens, strict=True))
         groups = s.num_heads // s.num_kv_heads
-        hidden = torch.arange(reach, device=self.device) > positions[:, :, None]  # [B, Q, K]; padded queries are not read
+        hidden = (
+            torch.arange(reach, device=self.device) > positions[:, :, None]
+        )  # [B, Q, K]; padded queries are not read
         mask = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf"))
         mask = mask[:, None, :, None].expand(-1, 1, -1, groups, -1).reshape(len(slots), 1, width * groups, reach)
         rows = torch.tensor([slot.index for slot in slots], device=self.device)
@@ -307,7 +319,11 @@ def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 
 
 def _layer(weights: dict[str, torch.Tensor], number: int) -> Layer:
-    w = {k.removeprefix(f"model.layers.{number}."): v for k, v in weights.items() if k.startswith(f"model.layers.{number}.")}
+    w = {
+        k.removeprefix(f"model.layers.{number}."): v
+        for k, v in weights.items()
+        if k.startswith(f"model.layers.{number}.")
+    }
     attention = "self_attn."
     return Layer(
         qkv=torch.cat([w[f"{attention}{n}_proj.weight"] for n in "qkv"]),
