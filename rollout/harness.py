@@ -48,7 +48,7 @@ class Harness(Protocol):
 def parse_reply(reply: str) -> str:
     """The command of a reply, without its step number; "" when there is none."""
     match = re.fullmatch(r"\s*(?:\d+ )?([^\n<]+?)\s*", reply)
-    return match.group(1) if match else ""
+    return match.group(1).strip() if match else ""
 
 
 def render_observation(exit_code: int, stdout: str, stderr: str, timed_out: bool = False) -> str:
