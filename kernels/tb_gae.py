@@ -144,8 +144,9 @@ def _per_run(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, cu
                            cu_seqlens, tail, decay)
     per_run = values.new_zeros(2, starts.numel())
     per_run[:, is_action] = returns.to(values.dtype)
-    per_token = [row.repeat_interleave(lengths, output_size=num_tokens) for row in per_run]
-    return per_token[0].sub_(values).masked_fill_(~mask, 0.0), per_token[1]
+    run = is_start.cumsum(0, dtype=torch.int32).sub_(1)  # half the time of repeat_interleave
+    advantages, critic = (row.index_select(0, run) for row in per_run)
+    return advantages.sub_(values).masked_fill_(~mask, 0.0), critic
 
 
 def _run_returns(first: Tensor, last: Tensor, values: Tensor, rewards: Tensor, turn_ids: Tensor, cu_seqlens: Tensor,
@@ -171,13 +172,13 @@ def _per_token(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, 
                decay: _Decay) -> tuple[Tensor, Tensor]:
     """Any (gamma_w, lambda_w): a blocked affine scan over the compacted action tokens of all trajectories."""
     index = mask.nonzero().squeeze(1)
-    value, turn = values[index], turn_ids[index]
+    value, turn = values.index_select(0, index), turn_ids.index_select(0, index)
     past_last = torch.searchsorted(index, cu_seqlens)  # number of action tokens before each offset
     owns = past_last[1:] > past_last[:-1]
     last = past_last[1:][owns] - 1
     crosses = turn[1:] != turn[:-1]
     gamma = _where(crosses, decay.gamma_u, decay.gamma_w, value.dtype)
-    delta = rewards[index].sub_(value)
+    delta = rewards.index_select(0, index).sub_(value)
     last_delta = delta[last] + tail[owns]
     delta[:-1].addcmul_(gamma, value[1:])
     delta[last] = last_delta
@@ -190,8 +191,8 @@ def _per_token(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, 
         row[last] = 0.0
     scanned = _affine_scan(carry, delta.expand_as(carry).clone())
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    advantages[index] = scanned[0]
-    returns[index] = scanned[-1].add_(value)
+    advantages.index_copy_(0, index, scanned[0])
+    returns.index_copy_(0, index, value.add_(scanned[-1]))
     return advantages, returns
 
 
