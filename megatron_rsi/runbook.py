@@ -141,13 +141,20 @@ def public_trajectory(trajectory: Trajectory, task: Task, chat: Chat) -> Traject
     )  # fmt: skip
 
 
+def quotes_runbook(sample: Trajectory, task: Task, chat: Chat, runbook: str) -> bool:
+    """Whether the tokens of a sample hold a runbook 8-gram that neither instruction nor observations gave away."""
+    text = chat.tokenizer.decode(sample.tokens, skip_special_tokens=False)
+    public = task.instruction + "\n" + "\n".join(t.observation for t in sample.turns)
+    private = ngrams(runbook, RUNBOOK_NGRAM) - ngrams(public, RUNBOOK_NGRAM)
+    return bool(private & ngrams(text, RUNBOOK_NGRAM))
+
+
 def require_public(sample: Trajectory, task: Task, chat: Chat, runbook: str) -> None:
-    """Asserts that no runbook text reached a training sample: every sample passes through here."""
+    """Asserts that no runbook text reached a training sample: every sample passes through here.
+
+    The policy may quote its runbook in a command; callers leave such trials out first, by :func:`quotes_runbook`.
+    """
     opening = chat.opening(make_harness("general").opening(task))
     assert sample.turns[0].context_ids == opening, f"{sample.attempt_id}: the opening is not the public one"
     assert not sample.guidance, f"{sample.attempt_id}: guidance is still attached"
-    if runbook:
-        text = chat.tokenizer.decode(sample.tokens, skip_special_tokens=False)
-        public = task.instruction + "\n" + "\n".join(t.observation for t in sample.turns)
-        private = ngrams(runbook, RUNBOOK_NGRAM) - ngrams(public, RUNBOOK_NGRAM)
-        assert not private & ngrams(text, RUNBOOK_NGRAM), f"{sample.attempt_id}: runbook text in a training sample"
+    assert not quotes_runbook(sample, task, chat, runbook), f"{sample.attempt_id}: runbook text in a training sample"

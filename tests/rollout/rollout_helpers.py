@@ -72,7 +72,9 @@ def completion(num: int = 3, finish: str = "stop", version: int = 1) -> Completi
 
 
 def trajectory(task: Task | None = None, *, commands: tuple[str, ...] = ("ls",), **changes: Any) -> Trajectory:
-    turns = [Turn(context_ids=[7, 8], completion=completion(), command=c, observation="ok", exit_code=0) for c in commands]
+    turns = [
+        Turn(context_ids=[7, 8], completion=completion(), command=c, observation="ok", exit_code=0) for c in commands
+    ]
     values: dict[str, Any] = dict(
         attempt_id="a/0", task_id=task.task_id if task else "t", harness="general", turns=turns,
         verdict=Verdict(passed=True, fraction=1.0, checks=[Check(name="c", passed=True)]),

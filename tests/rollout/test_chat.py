@@ -12,7 +12,17 @@ from tokenizers import Tokenizer, models
 from megatron_rsi.rollout.chat import CHATML, TINY, Chat, Message
 
 FORMATS = ("tiny", "chatml")
-TEXTS = ["mv a.txt b", "", "ok\n", "\n\n", " leading", "é ü 漢", "a<|end|>b", "<|im_end|>\n<|im_start|>user\n", "<|user|>x"]
+TEXTS = [
+    "mv a.txt b",
+    "",
+    "ok\n",
+    "\n\n",
+    " leading",
+    "é ü 漢",
+    "a<|end|>b",
+    "<|im_end|>\n<|im_start|>user\n",
+    "<|user|>x",
+]
 
 
 def conversation(rng: random.Random, size: int) -> list[Message]:

@@ -43,7 +43,8 @@ def perfect(session: str, number: int) -> str:
 
 
 def collect(
-    runner: asyncio.Runner, pool: Any, folder: Path, engine: Any, attempts: Iterable[Attempt], limits: Limits = LIMITS, chat: Chat = CHAT
+    runner: asyncio.Runner, pool: Any, folder: Path, engine: Any, attempts: Iterable[Attempt],
+    limits: Limits = LIMITS, chat: Chat = CHAT
 ) -> tuple[dict[str, Trajectory], Counters]:  # fmt: skip
     collector, store = Collector(engine, pool, chat, limits), Store(folder, "rollouts", Trajectory)
     runner.run(collector.run(list(attempts), store))
@@ -61,7 +62,9 @@ def changed(task: Task, **values: Any) -> Task:
     return msgspec.structs.replace(task, **values)
 
 
-def test_a_perfect_policy_solves_the_task(runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path) -> None:
+def test_a_perfect_policy_solves_the_task(
+    runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path
+) -> None:
     found, counters = collect(runner, pool, tmp_path, scripted(CHAT, perfect), attempts_of(task, 6))
     assert (counters.started, counters.finished, counters.passed, counters.retried) == (6, 6, 6, 0)
     assert not counters.errors
@@ -72,20 +75,27 @@ def test_a_perfect_policy_solves_the_task(runner: asyncio.Runner, pool: SandboxP
     assert counters.num_tokens == sum(t.num_action_tokens for t in found.values())
 
 
-def test_the_stored_tokens_are_what_the_engine_saw(runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path) -> None:
+def test_the_stored_tokens_are_what_the_engine_saw(
+    runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path
+) -> None:
     """Each prompt is the stream so far; context and reply together rebuild it exactly."""
     prompts: list[list[int]] = []
     engine = scripted(CHAT, lambda session, n: REPLIES[n] if n != 1 else "x" * 200)  # the second is cut by its length
     answer = engine.reply
     engine.reply = lambda session, ids: (prompts.append(ids), answer(session, ids))[1]
     (t,) = collect(runner, pool, tmp_path, engine, attempts_of(task, 1))[0].values()
-    starts = [sum(len(x.context_ids) + len(x.completion.ids) for x in t.turns[:n]) + len(x.context_ids) for n, x in enumerate(t.turns)]
+    starts = [
+        sum(len(x.context_ids) + len(x.completion.ids) for x in t.turns[:n]) + len(x.context_ids)
+        for n, x in enumerate(t.turns)
+    ]
     assert prompts == [t.tokens[:start] for start in starts]
     finishes = [x.completion.finish for x in t.turns]
     assert finishes[1] == "length" and len(t.turns[1].completion.ids) == LIMITS.max_new_tokens
     for n, x in enumerate(t.turns):
         assert x.completion.ids.count(CHAT.stop_id) == (finishes[n] == "stop")
-        assert n == 0 or (x.context_ids[0] == CHAT.stop_id) == (finishes[n - 1] == "length"), "a cut reply is closed in the context"
+        assert n == 0 or (x.context_ids[0] == CHAT.stop_id) == (finishes[n - 1] == "length"), (
+            "a cut reply is closed in the context"
+        )
 
 
 @pytest.mark.parametrize("harness", ["general", "stateful", "retry"])
@@ -95,7 +105,9 @@ def test_a_garbage_policy_is_counted_and_never_an_error(
     rng = random.Random(harness)
 
     def noise(session: str, ids: list[int]) -> list[int]:
-        return [rng.randrange(CHAT.tokenizer.get_vocab_size()) for _ in range(rng.randrange(0, 30))]  # also nothing at all
+        return [
+            rng.randrange(CHAT.tokenizer.get_vocab_size()) for _ in range(rng.randrange(0, 30))
+        ]  # also nothing at all
 
     found, counters = collect(runner, pool, tmp_path, ScriptedEngine(noise), attempts_of(task, 6, harness))
     assert counters.finished == 6 and counters.passed == 0 and counters.retried == 0
@@ -112,14 +124,20 @@ def test_a_policy_that_says_nothing_at_all_does_not_train(
     assert t.stop_reason is ErrorKind.TURN_LIMIT and t.num_action_tokens == 0 and REWARD.of(t, task) is None
 
 
-def test_limits_end_a_trial_and_it_is_still_graded(runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path) -> None:
+def test_limits_end_a_trial_and_it_is_still_graded(
+    runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path
+) -> None:
     few_turns = changed(task, max_turns=1, task_id="few")
     size = len(CHAT.opening([])) + 400
     engine = scripted(CHAT, lambda session, n: "1 echo " + "word " * 6, context=size)
-    found, counters = collect(runner, pool, tmp_path, engine, [*attempts_of(few_turns, 1), *attempts_of(changed(task, max_turns=99), 1)])
+    found, counters = collect(
+        runner, pool, tmp_path, engine, [*attempts_of(few_turns, 1), *attempts_of(changed(task, max_turns=99), 1)]
+    )
     assert found["few/0"].stop_reason is ErrorKind.TURN_LIMIT and len(found["few/0"].turns) == 1
     context = found["t/0"]
-    assert context.stop_reason is ErrorKind.CONTEXT_LIMIT and 1 < len(context.turns) < 99 and len(context.tokens) <= size
+    assert (
+        context.stop_reason is ErrorKind.CONTEXT_LIMIT and 1 < len(context.turns) < 99 and len(context.tokens) <= size
+    )
     for t in found.values():
         assert t.verdict.error is None and t.verdict.checks and t.trains
     assert counters.errors == {"turn_limit": 1, "context_limit": 1} and counters.retried == 0
@@ -177,16 +195,22 @@ class BrokenPool:
 def test_a_sandbox_that_cannot_start_is_retried_and_never_a_reward_of_zero(
     runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path
 ) -> None:
-    found, counters = collect(runner, BrokenPool(pool, 99), tmp_path / "a", scripted(CHAT, perfect), attempts_of(task, 2))
+    found, counters = collect(
+        runner, BrokenPool(pool, 99), tmp_path / "a", scripted(CHAT, perfect), attempts_of(task, 2)
+    )
     assert counters.retried == 2 * LIMITS.num_retries and counters.errors == {"infrastructure": 2}
     for t in found.values():
         assert t.verdict.error is ErrorKind.INFRASTRUCTURE and "no user namespaces" in t.verdict.message
         assert not t.trains and REWARD.of(t, task) is None
-    found, counters = collect(runner, BrokenPool(pool, 2), tmp_path / "b", scripted(CHAT, perfect), attempts_of(task, 1))
+    found, counters = collect(
+        runner, BrokenPool(pool, 2), tmp_path / "b", scripted(CHAT, perfect), attempts_of(task, 1)
+    )
     assert counters.retried == 2 and found["t/0"].verdict.passed and found["t/0"].verdict.error is None
 
 
-def test_a_real_box_that_dies_is_infrastructure(runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path) -> None:
+def test_a_real_box_that_dies_is_infrastructure(
+    runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path
+) -> None:
     class Dying:
         @asynccontextmanager
         async def lease(self, spec: SandboxSpec) -> Any:
@@ -276,13 +300,18 @@ def test_a_run_that_goes_on_skips_what_is_done_and_repeats_nothing(
     lost = (set(first) - {t.attempt_id for t in Store(tmp_path, "rollouts", Trajectory).read()[:2]}).pop()
     assert set(sessions) == {lost, "t/3", "t/4"} and counters.started == 3
     assert set(second) == {f"t/{n}" for n in range(5)}
-    assert {k: v for k, v in second.items() if k in first and k != lost} == {k: v for k, v in first.items() if k != lost}
+    assert {k: v for k, v in second.items() if k in first and k != lost} == {
+        k: v for k, v in first.items() if k != lost
+    }
 
 
 def test_a_full_disk_is_told_as_such(runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path) -> None:
     """The one failure that ends a collection, as an OSError; what was stored before is whole."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    (size,) = (len(msgspec.json.encode(t)) for t in collect(runner, pool, tmp_path / "a", scripted(CHAT, perfect), attempts_of(task, 1))[0].values())
+    (size,) = (
+        len(msgspec.json.encode(t))
+        for t in collect(runner, pool, tmp_path / "a", scripted(CHAT, perfect), attempts_of(task, 1))[0].values()
+    )
     store = Store(tmp_path / "b", "rollouts", Trajectory)
     collector = Collector(scripted(CHAT, perfect), pool, CHAT, Limits(max_new_tokens=80, concurrency=2))
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(2.5 * size), before[1]))
@@ -307,7 +336,9 @@ def test_the_embedded_engine_in_the_loop(runner: asyncio.Runner, pool: SandboxPo
     small = changed(task, max_turns=4)
     limits = Limits(max_new_tokens=12, concurrency=4)
     together, _ = collect(runner, pool, tmp_path / "a", engine(), attempts_of(small, 6), limits)
-    alone, _ = collect(runner, pool, tmp_path / "b", engine(), attempts_of(small, 6), Limits(max_new_tokens=12, concurrency=1))
+    alone, _ = collect(
+        runner, pool, tmp_path / "b", engine(), attempts_of(small, 6), Limits(max_new_tokens=12, concurrency=1)
+    )
     assert {k: t.tokens for k, t in together.items()} == {k: t.tokens for k, t in alone.items()}
     assert len({tuple(t.tokens) for t in together.values()}) == 6, "attempts draw different numbers"
     for t in together.values():

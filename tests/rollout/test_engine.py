@@ -100,7 +100,10 @@ def test_tokens_follow_the_distribution_and_the_seed() -> None:
 
     async def go(offset: int) -> list[int]:
         names = [f"n{n + offset}" for n in range(512)]
-        return [c.ids[0] for c in await asyncio.gather(*(e.generate(prompt, sampling(n, max_new_tokens=1), n) for n in names))]
+        return [
+            c.ids[0]
+            for c in await asyncio.gather(*(e.generate(prompt, sampling(n, max_new_tokens=1), n) for n in names))
+        ]
 
     first = asyncio.run(go(0))
     assert asyncio.run(go(0)) == first
@@ -202,7 +205,9 @@ def test_a_cancelled_call_leaves_the_engine_free() -> None:
     e = engine()
 
     async def go() -> Completion:
-        slow = [e.generate([5, n], sampling(max_new_tokens=100, stop_ids=()), f"s{n}") for n in range(6)]  # 2 of them wait
+        slow = [
+            e.generate([5, n], sampling(max_new_tokens=100, stop_ids=()), f"s{n}") for n in range(6)
+        ]  # 2 of them wait
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.02):
                 await asyncio.gather(*slow)

@@ -30,7 +30,19 @@ from megatron_rsi.rollout.tasks import environment_files, load_task
 from megatron_rsi.sandbox import SandboxPool, SandboxSpec
 
 COMPOSITE: Composite = compose(random.Random(3), 2, "train")
-GARBAGE = ["", "   ", "\n", "1 ", "<|end|>", "a\nb", "1 mv a b\n2 mv c d", "<|user|>ls", "\x00\x01", "2 \ufffd\ufffd", "9" * 500]
+GARBAGE = [
+    "",
+    "   ",
+    "\n",
+    "1 ",
+    "<|end|>",
+    "a\nb",
+    "1 mv a b\n2 mv c d",
+    "<|user|>ls",
+    "\x00\x01",
+    "2 \ufffd\ufffd",
+    "9" * 500,
+]
 
 
 @pytest.fixture()
@@ -59,7 +71,8 @@ def play(
     ("reply", "command"),
     [
         ("2 mv a.txt b", "mv a.txt b"), ("mv a.txt b", "mv a.txt b"), (" 2 ls \n", "ls"), ("done", "done"), ("3 done", "done"),
-        ("12 ls", "ls"), ("2", "2"), (" ", ""), ("", ""), ("\n\n", ""), ("ls\npwd", ""), ("<|user|>x", ""), ("1 cat <|end|>", ""),
+        ("12 ls", "ls"), ("2", "2"), (" ", ""), ("", ""), ("\n\n", ""), ("ls\npwd", ""),
+        ("<|user|>x", ""), ("1 cat <|end|>", ""),
     ],
 )  # fmt: skip
 def test_replies(reply: str, command: str) -> None:
@@ -81,7 +94,9 @@ def test_observations() -> None:
     assert render_observation(1, "out", "bash: line 1: x: command not found") == "out\ncommand not found"
     assert render_observation(124, "partial", "", timed_out=True) == "timeout"
     long = render_observation(0, "a" * 500 + "b" * 500, "")
-    assert len(long) <= MAX_OBSERVATION_CHARS + len("\n[cut]\n") and long[0] == "a" and long[-1] == "b" and "[cut]" in long
+    assert (
+        len(long) <= MAX_OBSERVATION_CHARS + len("\n[cut]\n") and long[0] == "a" and long[-1] == "b" and "[cut]" in long
+    )
 
 
 @pytest.mark.parametrize("name", ["general", "stateful", "retry"])
@@ -98,7 +113,9 @@ def test_unknown_harness() -> None:
 
 
 @pytest.mark.parametrize("name", ["general", "stateful", "retry"])
-def test_every_harness_solves_with_the_reference(runner: asyncio.Runner, pool: SandboxPool, task: Task, name: str) -> None:
+def test_every_harness_solves_with_the_reference(
+    runner: asyncio.Runner, pool: SandboxPool, task: Task, name: str
+) -> None:
     replies = replies_of(COMPOSITE)
     if name == "stateful":
         replies.insert(-1, "check")
@@ -110,7 +127,9 @@ def test_every_harness_solves_with_the_reference(runner: asyncio.Runner, pool: S
 
 
 @pytest.mark.parametrize("name", ["general", "stateful", "retry"])
-def test_garbage_is_answered_and_never_an_error(runner: asyncio.Runner, pool: SandboxPool, task: Task, name: str) -> None:
+def test_garbage_is_answered_and_never_an_error(
+    runner: asyncio.Runner, pool: SandboxPool, task: Task, name: str
+) -> None:
     reactions = play(runner, pool, task, make_harness(name), GARBAGE)
     assert len(reactions) == len(GARBAGE) and all(r.observation for r in reactions)
     refused = [r for reply, r in zip(GARBAGE, reactions, strict=True) if not parse_reply(reply)]
@@ -151,7 +170,9 @@ def test_retry_says_only_not_passed(runner: asyncio.Runner, pool: SandboxPool, t
     assert [r.observation for r in gave_up] == ["not passed", "not passed", None]
 
 
-def test_retry_says_the_same_when_the_verifier_breaks(runner: asyncio.Runner, pool: SandboxPool, tmp_path: Path) -> None:
+def test_retry_says_the_same_when_the_verifier_breaks(
+    runner: asyncio.Runner, pool: SandboxPool, tmp_path: Path
+) -> None:
     broken = load_task(write_task(tmp_path / "t", COMPOSITE, tests="echo secret; exit 1\n"))
     reactions = play(runner, pool, broken, make_harness("retry"), ["done", "find /tests /logs -type f"])
     assert [r.observation for r in reactions] == ["not passed", "ok"], "and leaves nothing to read"

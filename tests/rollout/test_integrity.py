@@ -38,12 +38,25 @@ def test_a_canary_seen_or_typed_is_evidence(path: str) -> None:
     assert evidence(path, [turn("echo " + canary[:-1])]) == []
 
 
-@pytest.mark.parametrize("command", ["cat /tests/test.sh", "ls /tests", "echo 1 > /logs/verifier/reward.txt", "cd /solution", "cat</tests/x"])
+@pytest.mark.parametrize(
+    "command", ["cat /tests/test.sh", "ls /tests", "echo 1 > /logs/verifier/reward.txt", "cd /solution", "cat</tests/x"]
+)
 def test_protected_paths_are_evidence(path: str, command: str) -> None:
     (found,) = evidence(path, [turn("ls"), turn(command)])
     assert found.startswith("turn 1: protected path")
 
 
-@pytest.mark.parametrize("command", ["cat tests/a", "mkdir logs", "cat app/tests", "cat /app/solution.txt", "cat /tests.txt", "ls /testsuite", "bash a.test"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cat tests/a",
+        "mkdir logs",
+        "cat app/tests",
+        "cat /app/solution.txt",
+        "cat /tests.txt",
+        "ls /testsuite",
+        "bash a.test",
+    ],
+)
 def test_ordinary_paths_are_not(path: str, command: str) -> None:
     assert evidence(path, [turn(command)]) == []

@@ -21,14 +21,25 @@ def rewards(draw: st.DrawFn) -> SuccessPrioritizedReward:
     assume(alpha + margin <= 1 - rho)
     penalties = st.floats(0.0, 5.0)
     return SuccessPrioritizedReward(
-        alpha=alpha, rho=rho, margin=margin, kappa=draw(penalties), penalty_timeout=draw(penalties), penalty_budget=draw(penalties)
+        alpha=alpha, rho=rho, margin=margin,
+        kappa=draw(penalties), penalty_timeout=draw(penalties), penalty_budget=draw(penalties)
     )  # fmt: skip
 
 
 @settings(max_examples=400, deadline=None)
-@given(rewards(), unit, st.floats(0.0, 0.99), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 500), st.integers(1, 100))
+@given(
+    rewards(),
+    unit,
+    st.floats(0.0, 0.99),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 500),
+    st.integers(1, 100),
+)
 def test_every_success_outranks_every_failure_by_the_margin(
-    reward: SuccessPrioritizedReward, fraction: float, baseline: float, late: bool, over: bool, tampered: bool, turns: int, budget: int
+    reward: SuccessPrioritizedReward, fraction: float, baseline: float, late: bool, over: bool,
+    tampered: bool, turns: int, budget: int
 ) -> None:  # fmt: skip
     success = reward.value(passed=True, fraction=1.0, turns=turns, budget=budget)
     failure = reward.value(
@@ -43,7 +54,9 @@ def test_every_success_outranks_every_failure_by_the_margin(
 @given(rewards(), unit, unit, st.floats(0.0, 0.99))
 def test_more_checks_never_score_less(reward: SuccessPrioritizedReward, a: float, b: float, baseline: float) -> None:
     low, high = sorted((a, b))
-    assert reward.value(passed=False, fraction=low, baseline=baseline) <= reward.value(passed=False, fraction=high, baseline=baseline)
+    assert reward.value(passed=False, fraction=low, baseline=baseline) <= reward.value(
+        passed=False, fraction=high, baseline=baseline
+    )
 
 
 def test_numbers_by_hand() -> None:
@@ -79,7 +92,9 @@ def test_impossible_settings_are_refused(values: dict[str, float], text: str) ->
         SuccessPrioritizedReward(**values)
 
 
-@pytest.mark.parametrize("kind", [k for k in ErrorKind if k.value not in ("agent_timeout", "turn_limit", "context_limit")])
+@pytest.mark.parametrize(
+    "kind", [k for k in ErrorKind if k.value not in ("agent_timeout", "turn_limit", "context_limit")]
+)
 def test_failures_that_are_not_the_agents_get_no_reward(kind: ErrorKind) -> None:
     reward = SuccessPrioritizedReward()
     assert reward.of(trajectory(verdict=Verdict(error=kind)), TASK) is None
@@ -91,7 +106,11 @@ def test_reward_of_a_trajectory() -> None:
     assert reward.of(trajectory(commands=("a",) * 5), TASK) == pytest.approx(0.95)
     half = Verdict(passed=False, fraction=0.625)
     assert reward.of(trajectory(verdict=half), TASK) == pytest.approx(0.2)
-    for stop, expected in ((ErrorKind.AGENT_TIMEOUT, 0.15), (ErrorKind.TURN_LIMIT, 0.15), (ErrorKind.CONTEXT_LIMIT, 0.15)):
+    for stop, expected in (
+        (ErrorKind.AGENT_TIMEOUT, 0.15),
+        (ErrorKind.TURN_LIMIT, 0.15),
+        (ErrorKind.CONTEXT_LIMIT, 0.15),
+    ):
         assert reward.of(trajectory(verdict=half, stop_reason=stop), TASK) == pytest.approx(expected)
     assert reward.of(trajectory(verdict=Verdict(integrity=["turn 0: canary seen"])), TASK) == -0.1
     assert reward.of(trajectory(commands=()), TASK) is None, "nothing was sampled, nothing is trained"

@@ -11,7 +11,16 @@ from rollout_helpers import sizes, write_task
 
 from megatron_rsi.rollout.families import FAMILIES, SubTask
 from megatron_rsi.rollout.taskcheck import check
-from megatron_rsi.rollout.taskgen import GROUPS, Composite, compose, compose_long, draw_subtask, generate_suites, group_of, task_files
+from megatron_rsi.rollout.taskgen import (
+    GROUPS,
+    Composite,
+    compose,
+    compose_long,
+    draw_subtask,
+    generate_suites,
+    group_of,
+    task_files,
+)
 from megatron_rsi.rollout.tasks import load_suite, load_task
 
 
@@ -107,7 +116,9 @@ def test_suites(tmp_path: Path) -> None:
     marker.mkdir()
     generate_suites(tmp_path / "0", 3, sizes())
     assert marker.exists()
-    commands = [len((Path(t.path) / "solution/solve.sh").read_text().splitlines()) - 3 for t in load_suite(second["long"])]
+    commands = [
+        len((Path(t.path) / "solution/solve.sh").read_text().splitlines()) - 3 for t in load_suite(second["long"])
+    ]
     assert len(commands) == 4 and min(commands[:2]) >= 12 and min(commands[2:]) >= 20
     for rung in (4, 5):
         assert all(t.instruction.count("\n") == rung - 1 for t in load_suite(first[f"ladder_{rung}"]))

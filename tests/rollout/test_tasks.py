@@ -37,7 +37,12 @@ def write(folder: Path, **changes: str | bytes | None) -> Path:
         "environment/Dockerfile": "FROM x\nWORKDIR /work\nCOPY files/ /work/\n", "environment/files/a/b.txt": "b",
         "environment/one.txt": "1",
     }  # fmt: skip
-    names = {"toml": "task.toml", "dockerfile": "environment/Dockerfile", "instruction": "instruction.md", "tests": "tests/test.sh"}
+    names = {
+        "toml": "task.toml",
+        "dockerfile": "environment/Dockerfile",
+        "instruction": "instruction.md",
+        "tests": "tests/test.sh",
+    }
     for name, text in (files | {names[k]: v for k, v in changes.items()}).items():
         if text is not None:
             path = folder / name
@@ -91,7 +96,9 @@ def test_missing_files_are_named(tmp_path: Path, name: str) -> None:
         (dict(toml="[metadata]\nbaseline_fraction = 1.0"), r"baseline_fraction must lie in \[0, 1\), got 1.0"),
     ],
 )  # fmt: skip
-def test_malformed_folders_are_refused_with_the_file_and_the_reason(tmp_path: Path, changes: dict[str, str], text: str) -> None:
+def test_malformed_folders_are_refused_with_the_file_and_the_reason(
+    tmp_path: Path, changes: dict[str, str], text: str
+) -> None:
     folder = write(tmp_path / "t", **changes)
     with pytest.raises(ValueError, match=text) as caught:
         load_task(folder)
@@ -99,7 +106,8 @@ def test_malformed_folders_are_refused_with_the_file_and_the_reason(tmp_path: Pa
 
 
 def test_start_files_of_a_dockerfile(tmp_path: Path) -> None:
-    lines = "FROM x  # base\n\nWORKDIR /work\nCOPY files/ /work/\nCOPY one.txt two.txt\nWORKDIR sub\nCOPY one.txt .\nCOPY one.txt /abs/\n"
+    lines = "FROM x  # base\n\nWORKDIR /work\nCOPY files/ /work/\nCOPY one.txt two.txt\n"
+    lines += "WORKDIR sub\nCOPY one.txt .\nCOPY one.txt /abs/\n"
     task = load_task(write(tmp_path / "t", dockerfile=lines))
     assert environment_files(task) == {
         "/work/a/b.txt": b"b", "/work/two.txt": b"1", "/work/sub/one.txt": b"1", "/abs/one.txt": b"1"
@@ -110,7 +118,8 @@ def test_start_files_of_a_dockerfile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("RUN apt-get install x", "'RUN apt-get install x' needs an image build"), ("COPY --chown=a b c", "needs an image build"),
+        ("RUN apt-get install x", "'RUN apt-get install x' needs an image build"),
+        ("COPY --chown=a b c", "needs an image build"),
         ("COPY ../../secret /work/", "copies from outside its folder"), ("COPY /etc/passwd /work/", "copies from outside"),
         ("COPY link.txt /work/", "copies from outside"), ("COPY files/ /work/", "copies from outside"),
         ("COPY nothing.txt /work/", "copies nothing.txt, which does not exist"),
@@ -129,7 +138,14 @@ def test_generated_suites_load(tmp_path: Path) -> None:
     paths = generate_suites(tmp_path, 0, sizes())
     assert sorted(paths) == ["core", "ladder_4", "ladder_5", "long", "train", "validation"]
     suites = {name: load_suite(path) for name, path in paths.items()}
-    assert {n: len(s) for n, s in suites.items()} == {"core": 6, "ladder_4": 2, "ladder_5": 2, "long": 4, "train": 8, "validation": 4}
+    assert {n: len(s) for n, s in suites.items()} == {
+        "core": 6,
+        "ladder_4": 2,
+        "ladder_5": 2,
+        "long": 4,
+        "train": 8,
+        "validation": 4,
+    }
     for suite in suites.values():
         for task in suite:
             assert all(name.startswith(task.workdir + "/") for name in environment_files(task))

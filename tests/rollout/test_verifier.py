@@ -37,7 +37,8 @@ def test_json_comes_before_text() -> None:
         (None, None), (None, b""), (None, b"one"), (None, b"nan"), (None, b"inf"), (None, b"1 1"), (None, b"\xff"),
         (b"", None), (b"{}", None), (b"[]", None), (b"1", None), (b"null", None), (b"[1]", None), (b'{"reward": null}', None),
         (b'{"reward": "1"}', None), (b'{"reward": true}', None), (b'{"reward": [1]}', None), (b'{"reward": NaN}', None),
-        (b'{"reward": Infinity}', None), (b'{"reward": 1' + b"0" * 400 + b"}", None), (b"[" * 100_000, None), (b"\xff\xfe", None),
+        (b'{"reward": Infinity}', None), (b'{"reward": 1' + b"0" * 400 + b"}", None),
+        (b"[" * 100_000, None), (b"\xff\xfe", None),
     ],
 )  # fmt: skip
 def test_no_valid_reward_is_an_error_never_a_zero(as_json: bytes | None, as_text: bytes | None) -> None:
@@ -46,7 +47,9 @@ def test_no_valid_reward_is_an_error_never_a_zero(as_json: bytes | None, as_text
         assert verdict.error is ErrorKind.VERIFIER_FAILED and not verdict.passed and verdict.message
 
 
-@pytest.mark.parametrize("report", [b"", b"{}", b"[]", b'{"results": 3}', b'{"results": {"tests": [{"name": "a"}]}}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "report", [b"", b"{}", b"[]", b'{"results": 3}', b'{"results": {"tests": [{"name": "a"}]}}', b"[" * 100_000]
+)
 def test_an_invalid_report_is_an_error(report: bytes) -> None:
     verdict = parse(None, b"1", report)
     assert verdict.error is ErrorKind.VERIFIER_FAILED and "ctrf.json is invalid" in verdict.message
@@ -79,7 +82,9 @@ def solution(composite: Composite) -> str:
     return "; ".join(c for s in composite.subtasks for c in s.commands)
 
 
-def judge(runner: asyncio.Runner, pool: SandboxPool, task: Task, command: str = "true", then: str = "") -> Verdict | str:
+def judge(
+    runner: asyncio.Runner, pool: SandboxPool, task: Task, command: str = "true", then: str = ""
+) -> Verdict | str:
     """The verdict after ``command``; with ``then`` the output of a command after it."""
 
     async def go() -> Verdict | str:
@@ -106,14 +111,17 @@ ATTACKS = {
     "files": REWARD,
     "unwritable folder": REWARD + "chmod 555 /logs/verifier",
     "unreadable folder": REWARD + "chmod 000 /logs/verifier; chmod 555 /logs",
-    "unwritable link": REWARD + "cp -r /logs/verifier /app/x; rm -r /logs/verifier; chmod 555 /app/x; ln -s /app/x /logs/verifier",
+    "unwritable link": REWARD
+    + "cp -r /logs/verifier /app/x; rm -r /logs/verifier; chmod 555 /app/x; ln -s /app/x /logs/verifier",
     "a folder for a file": "mkdir -p /logs/verifier/reward.json/a/b; chmod 555 /logs/verifier/reward.json/a",
     "a file for the folder": "rm -r /logs/verifier; echo 1 > /logs/verifier",
-    "tests laid out before": "mkdir -p /tests/test.sh/x; echo 'exit 0' > /tests/test.sh/x/y; chmod 555 /tests/test.sh/x /tests/test.sh /tests",
+    "tests laid out before": "mkdir -p /tests/test.sh/x; echo 'exit 0' > /tests/test.sh/x/y;"
+    " chmod 555 /tests/test.sh/x /tests/test.sh /tests",
     "tests as a link": "ln -s /bin/true /tests/test.sh; chmod 555 /tests",
     "start-up files": "echo 'exit 0' > ~/.bashrc; cp ~/.bashrc ~/.profile; export BASH_ENV=~/.bashrc PATH=/app",
     "a writer in the background": f"(while true; do {REWARD} done) >/dev/null 2>&1 & disown; sleep 0.1",
-    "a writer with its own session": f"setsid nohup bash -c '{REWARD.replace(chr(39), chr(34))} exec sleep 100' >/dev/null 2>&1 & sleep 0.1",
+    "a writer with its own session": f"setsid nohup bash -c '{REWARD.replace(chr(39), chr(34))} exec sleep 100'"
+    " >/dev/null 2>&1 & sleep 0.1",
 }
 
 
@@ -176,5 +184,9 @@ def test_a_verifier_that_hangs_gives_no_grade(
 def test_the_exit_code_of_the_tests_is_ignored(
     runner: asyncio.Runner, pool: SandboxPool, composite: Composite, tmp_path: Path
 ) -> None:
-    verdict = judge(runner, pool, load_task(write_task(tmp_path / "t", composite, tests="echo 1 > /logs/verifier/reward.txt; exit 7\n")))
+    verdict = judge(
+        runner,
+        pool,
+        load_task(write_task(tmp_path / "t", composite, tests="echo 1 > /logs/verifier/reward.txt; exit 7\n")),
+    )
     assert isinstance(verdict, Verdict) and verdict.passed
