@@ -177,16 +177,10 @@ def review_sample(task: Composite, rng: random.Random) -> list[Message]:
 
 
 def copy_sample(rng: random.Random) -> list[Message]:
-    """Names to repeat, in every form in which a command needs them: the quickest way to the induction heads for it."""
+    """Names to repeat, one or two a line: the quickest way to the induction heads that every command needs."""
     words = rng.sample(WORDS, rng.randint(3, 10))
-
-    def form(word: str) -> str:
-        kind = rng.random()
-        if kind < 0.5:
-            return f"{word}{rng.choice(['.txt', '.log', '.conf', '.sh', ''])}"
-        return f"mode={word}" if kind < 0.75 else f"s/={word}/={rng.choice(WORDS)}/"
-
-    text = "\n".join(f"{n % 10} {form(word)}" for n, word in enumerate(words))
+    endings = [rng.choice([".txt", ".log", ".conf", ".sh", "", f" {rng.choice(WORDS)}"]) for _ in words]
+    text = "\n".join(f"{n % 10} {word}{ending}" for n, (word, ending) in enumerate(zip(words, endings, strict=True)))
     return [Message("system", "copy"), Message("user", text), Message("assistant", text)]
 
 
@@ -217,7 +211,7 @@ def train_tokenizer(seed: int, settings: Curriculum, vocab_size: int) -> Tokeniz
     """Byte-level BPE in which every name of the pool is one token after a space and one token elsewhere."""
     rng = random.Random(f"tokenizer:{seed}")
     texts = [m.text for _ in range(1500) for m in draw_messages(rng, settings, 1.0)]
-    texts += [f"{w} {w}={w}/{w}" for w in WORDS] * 60
+    texts += [f"{w} {w}" for w in WORDS] * 60
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import warnings
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,10 +164,8 @@ class _Pad(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         rows, members = ctx.saved_tensors
         real = grad.flatten(0, 1).index_select(0, rows)
-        if ctx.num_tokens == len(members):
-            out = torch.empty_like(real)
-        else:
-            out = real.new_zeros(ctx.num_tokens, *real.shape[1:])
+        covers_all = ctx.num_tokens == len(members)
+        out = torch.empty_like(real) if covers_all else real.new_zeros(ctx.num_tokens, *real.shape[1:])
         return out.index_copy_(0, members, real), None, None, None
 
 

@@ -161,11 +161,11 @@ class Run:
             problems = ", ".join(f"{kind} {n}" for kind, n in sorted(collector.counters.errors.items()))
             self.log.info(f"  ended early or without a verdict: {problems}")
 
-    def draw_tasks(self, key: str, number: int, long_share: float = 0.0) -> list[Task]:
+    def draw_tasks(self, key: str, number: int, long_share: float) -> list[Task]:
         """``number`` training tasks, a function of the seed and ``key``; ``long_share`` of them from the longer half."""
         rng = random.Random(f"{self.config.seed}:{key}")
         tasks = sorted(self.suites["train"], key=lambda t: (t.max_turns, t.task_id))
-        middle = len(tasks) * 5 // 8
+        middle = len(tasks) // 2
         num_long = round(number * long_share)
         return _draw(rng, tasks[:middle] or tasks, number - num_long) + _draw(rng, tasks[middle:] or tasks, num_long)
 

@@ -33,6 +33,16 @@ def _fractions(section: object, *names: str) -> None:
         _check(value is None or 0.0 <= value <= 1.0, f"{name} must lie in [0, 1], got {value}")
 
 
+def _shares(by_cycle: Sequence[float]) -> None:
+    ok = len(by_cycle) > 0 and all(0.0 <= share <= 1.0 for share in by_cycle)
+    _check(ok, f"long_share must be one or more numbers in [0, 1], one a cycle, got {list(by_cycle)}")
+
+
+def by_cycle(values: Sequence[float], cycle: int) -> float:
+    """The value for a cycle; the last one lasts."""
+    return values[min(cycle, len(values) - 1)]
+
+
 def _one_of(section: object, name: str, choices: Sequence[str]) -> None:
     value = getattr(section, name)
     _check(value in choices, f"{name} is {value!r}, expected one of {', '.join(choices)}")
@@ -190,7 +200,7 @@ class Rsr:
     sft_lr: float = 1e-3
     sft_warmup_steps: int = 10
     batch_tokens: int = 2048
-    long_share: float = 0.25  # share of tasks with 4 and more sub-tasks
+    long_share: tuple[float, ...] = (0.2, 0.6)  # share of tasks from the longer half, by cycle; the last one lasts
 
     def __post_init__(self) -> None:
         _positive(
@@ -198,7 +208,7 @@ class Rsr:
             "max_samples_per_task", "sft_epochs", "sft_lr", "batch_tokens",
         )  # fmt: skip
         _not_negative(self, "max_review_depth", "sft_warmup_steps")
-        _fractions(self, "long_share")
+        _shares(self.long_share)
 
 
 @dataclass(frozen=True)
@@ -229,18 +239,18 @@ class Rpr:
     truncated_is: float | None = None  # C: cap of the trainer/engine importance weight
     temperature: float = 1.0
     max_grad_norm: float = 1.0
-    long_share: float = 0.1  # share of tasks with 4 and more sub-tasks
-    tokens_per_task_cap: int | None = None  # drop tasks whose trials are longer, so that few do not dominate the loss
+    long_share: tuple[float, ...] = (0.5, 0.8)  # share of tasks from the longer half, by cycle; the last one lasts
     ev_alarm_steps: int = 3  # updates in a row with EV < 0 before actor updates are skipped
 
     def __post_init__(self) -> None:
         _positive(
             self, "updates", "trajectories", "epochs", "minibatch_tokens", "lr", "critic_lr", "critic_epochs",
             "kl_stop", "clip", "clip_high", "value_clip", "truncated_is", "temperature", "max_grad_norm",
-            "tokens_per_task_cap", "ev_alarm_steps",
+            "ev_alarm_steps",
         )  # fmt: skip
         _not_negative(self, "critic_rounds", "extra_critic_rounds", "warmup_updates", "entropy")
-        _fractions(self, "gamma_u", "lambda_u", "gamma_w", "lambda_w", "long_share")
+        _fractions(self, "gamma_u", "lambda_u", "gamma_w", "lambda_w")
+        _shares(self.long_share)
         _check(self.dual_clip is None or self.dual_clip > 1.0, f"dual_clip must be above 1, got {self.dual_clip}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 
+SUBSTITUTION = re.compile(r"'s/ (\S+)/ (\S+)/'")  # the one quoted argument that the sessions use
 MISSING = "No such file or directory"
 
 
@@ -22,7 +23,7 @@ class ShellSim:
     def run(self, command: str) -> tuple[str, str, int]:
         match = re.fullmatch(r"(.*?) (>>?) (\S+)", command)
         body, operator, target = match.groups() if match else (command, "", "")
-        out, err, code = self._run(*body.split(" "))
+        out, err, code = self._run(*SUBSTITUTION.sub(r"\1|\2", body).split(" "))
         if operator:
             before = self.files.get(target, "") if operator == ">>" else ""
             self.files[target], out = before + out, ""
@@ -63,11 +64,11 @@ class ShellSim:
         return out, "", 0 if lines else 1
 
     def _sed(self, *args: str) -> tuple[str, str, int]:
-        path, (_, old, new, _) = args[-1], args[-2].split("/")
+        path, (old, new) = args[-1], args[-2].split("|")
         text = self._read(path)
         if text is None:
             return "", MISSING, 2
-        changed = "".join(line.replace(old, new, 1) for line in text.splitlines(True))
+        changed = "".join(line.replace(f" {old}", f" {new}", 1) for line in text.splitlines(True))
         if args[0] != "-i":
             return changed, "", 0
         self.files[path] = changed
@@ -97,9 +98,9 @@ class ShellSim:
 
     def _tar(self, mode: str, archive: str, folder: str) -> tuple[str, str, int]:
         if mode == "tf":
-            return "", MISSING, 2
+            return "", "Exiting now", 2
         if folder not in self.folders:
-            return "", MISSING, 2
+            return "", "Exiting with failure status due to previous errors", 2
         self.files[archive] = f"tar of {folder}\n"
         return "", "", 0
 
@@ -122,7 +123,7 @@ class ShellSim:
             return "", MISSING, 127
         if path.endswith(".sh"):
             return self._run(*text.strip().split(" "))
-        name, wanted = re.search(r"bash (\S+)\)\" = (\S+)", text).groups()  # type: ignore[union-attr]
+        name, wanted = re.search(r'bash (\S+)\)" = "([^"]+)"', text).groups()  # type: ignore[union-attr]
         out, _, _ = self._bash(name)
         message = re.search(r"echo (.*)\n", text).group(1)  # type: ignore[union-attr]
         return ("", "", 0) if out.strip() == wanted else (message + "\n", "", 0)

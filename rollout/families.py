@@ -262,17 +262,17 @@ def config(draw: Draw, rng: random.Random) -> SubTask:
         "config",
         (f, old, new),
         (
-            f"in {f}.conf change {key}={old} to {key}={new}",
-            f"set {key}={new} instead of {key}={old} in {f}.conf",
-            f"in {f}.conf set {key}={new} instead of {key}={old}",
+            f"in {f}.conf change {key} {old} to {new}",
+            f"set {key} from {old} to {new} in {f}.conf",
+            f"in {f}.conf set {key} from {old} to {new}",
         ),
-        {f"{f}.conf": f"{key2}={other}\n{key}={old}\n"},
-        (f"sed -i s/={old}/={new}/ {f}.conf",),
+        {f"{f}.conf": f"{key2} {other}\n{key} {old}\n"},
+        (f"sed -i 's/ {old}/ {new}/' {f}.conf",),
         (
-            Check("changed", f"grep -qx {key}={new} {f}.conf"),
-            Check("rest", f"grep -qx {key2}={other} {f}.conf", initially=True),
+            Check("changed", f'grep -qx "{key} {new}" {f}.conf'),
+            Check("rest", f'grep -qx "{key2} {other}" {f}.conf', initially=True),
         ),
-        (0, f"sed s/={old}/={new}/ {f}.conf"),
+        (0, f"sed 's/ {old}/ {new}/' {f}.conf"),
         "sed -i",
     )
 
@@ -353,6 +353,7 @@ def notes(draw: Draw, rng: random.Random, hops: int | None = None) -> SubTask:
 
 def fix(draw: Draw, rng: random.Random) -> SubTask:
     f, old, new = next(draw), next(draw), next(draw)
+    test = f'[ "$(bash {f}.sh)" = "{f} {new}" ] || echo want {new} not {old}\n'
     return SubTask(
         "fix",
         (f, old, new),
@@ -361,16 +362,13 @@ def fix(draw: Draw, rng: random.Random) -> SubTask:
             f"make {f}.test pass by fixing {f}.sh",
             f"make {f}.test pass fix {f}.sh",
         ),
-        {
-            f"{f}.sh": f"echo {f}={old}\n",
-            f"{f}.test": f'[ "$(bash {f}.sh)" = {f}={new} ] || echo want={new} not={old}\n',
-        },
-        (f"bash {f}.test", f"sed -i s/={old}/={new}/ {f}.sh"),
+        {f"{f}.sh": f"echo {f} {old}\n", f"{f}.test": test},
+        (f"bash {f}.test", f"sed -i 's/ {old}/ {new}/' {f}.sh"),
         (
-            Check("passes", f'[[ "$(bash {f}.sh)" == {f}={new} ]]'),
-            Check("untouched", f"grep -q want={new} {f}.test", initially=True),
+            Check("passes", f'[[ "$(bash {f}.sh)" == "{f} {new}" ]]'),
+            Check("untouched", f'grep -q "want {new} not" {f}.test', initially=True),
         ),
-        (1, f"sed -i s/={old}/={new}/ {f}.test"),
+        (1, f"sed -i 's/ {old}/ {new}/' {f}.test"),
         "bash test then sed -i sh",
         secret=new,
     )

@@ -235,5 +235,6 @@ def generate_suites(folder: Path | str, seed: int, sizes: SuiteSizes) -> dict[st
 
 
 def _train_task(rng: random.Random, group: str) -> Composite:
-    """Mostly short tasks, with a tail of longer ones for the successes that the ladder needs."""
-    return compose(rng, rng.choice((1, 2, 2, 3, 3, 4, 5, 6)), group)
+    """Half of them short, half with four to nine sub-tasks, some of those as long as the long suite."""
+    size = rng.choice((1, 2, 2, 3, 3, 4, 5, 6, 7, MAX_SUBTASKS))
+    return compose_long(rng, group, 12, 26) if size == MAX_SUBTASKS else compose(rng, size, group)

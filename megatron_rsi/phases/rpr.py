@@ -21,6 +21,7 @@ from ..policy import OptimizerConfig, Policy
 from ..rollout.collect import Attempt
 from ..rollout.records import Task, Trajectory
 from ..run import Run
+from ..settings import by_cycle
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Stage:
 
     def __init__(self, ctx: Run, cycle: int, parent: Path, folder: Path, inherited: Path | None):
         self.ctx, self.settings, self.folder = ctx, ctx.config.rpr, folder
-        self.name = f"c{cycle}.rpr"
+        self.cycle, self.name = cycle, f"c{cycle}.rpr"
         shape, tensors = checkpoint.load_hf_dir(parent)
         self.max_length = shape.max_position_embeddings
         optimizer = OptimizerConfig(kind="adamw", clip_grad=self.settings.max_grad_norm)
@@ -98,7 +99,7 @@ class Stage:
     def collect(self, label: str) -> tuple[list[Trajectory], list[packing.Sample]]:
         """One round of trials of the current actor, and what of it may train."""
         settings = self.settings
-        tasks = self.ctx.draw_tasks(f"{self.name}.{label}", settings.trajectories, settings.long_share)
+        tasks = self.ctx.draw_tasks(f"{self.name}.{label}", settings.trajectories, by_cycle(settings.long_share, self.cycle))
         attempts = [
             Attempt(f"{self.name}.{label}/{task.task_id}/{n}", task, "general", settings.temperature)
             for n, task in enumerate(tasks)

@@ -34,6 +34,7 @@ from ..runbook import (
     screen_actions,
     screen_runbook,
 )
+from ..settings import by_cycle
 
 MAX_RUNBOOK_TOKENS = 160
 
@@ -42,7 +43,7 @@ def run(ctx: Run, cycle: int, parent: Path, folder: Path) -> Path:
     """One RSR stage from the checkpoint ``parent``. Returns the new actor's checkpoint."""
     stage, settings = f"c{cycle}.rsr", ctx.config.rsr
     ctx.hot_swap(parent)
-    tasks = {t.task_id: t for t in ctx.draw_tasks(stage, settings.num_tasks, settings.long_share)}
+    tasks = {t.task_id: t for t in ctx.draw_tasks(stage, settings.num_tasks, by_cycle(settings.long_share, cycle))}
     discovered = ctx.collect(
         folder, "rollouts", discovery_attempts(ctx, stage, list(tasks.values())), f"{stage} discover"
     )

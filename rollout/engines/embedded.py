@@ -301,8 +301,8 @@ class EmbeddedEngine:
             v_cache[at] = v
             # The heads of a group become queries of their shared kv head, so that no key is copied.
             q = q.view(len(slots), width, s.num_kv_heads, groups, s.head_dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
-            keys = k_cache[low:high, :, :reach] if contiguous else k_cache[:, :, :reach][rows]
-            values = v_cache[low:high, :, :reach] if contiguous else v_cache[:, :, :reach][rows]
+            keys = k_cache[low:high, :, :reach] if contiguous else k_cache[:, :, :reach].index_select(0, rows)
+            values = v_cache[low:high, :, :reach] if contiguous else v_cache[:, :, :reach].index_select(0, rows)
             o = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
             o = o.view(len(slots), s.num_kv_heads, width, groups, s.head_dim).permute(0, 2, 1, 3, 4)
             x = x + F.linear(o.reshape(len(slots), width, -1), layer.out)
