@@ -68,17 +68,18 @@ def train(
     """
     config = _config(preset, dir, seed, base, overrides)
     if nproc > 1 and "RANK" not in os.environ:
-        _launch(nproc)
+        _launch(nproc, Path(config.run_dir) / "logs")
         return
     from .train import train as run_loop
 
     run_loop(config, sys.argv, again_from)
 
 
-def _launch(nproc: int) -> None:
+def _launch(nproc: int, logs: Path) -> None:
     """Runs this command line in ``nproc`` processes; SystemExit with the code of the first that failed."""
     import logging
 
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -87,7 +88,7 @@ def _launch(nproc: int) -> None:
         os.environ.setdefault(name, value)
     layout = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="train", rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0,
+        rdzv_endpoint="localhost:0", max_restarts=0, logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
     )  # fmt: skip
     try:
         elastic_launch(layout, sys.executable)("-m", "megatron_rsi", *sys.argv[1:])

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from torch import Tensor
 
@@ -43,6 +43,7 @@ class Run:
     ):
         self.config, self.world, self.log, self.folder = config, world, log, folder
         self.version = 0
+        self.owner: IO[str] | None = None  # the lock of the run folder, on the first rank
         self._runner = asyncio.Runner()
         self._pool: SandboxPool | None = None
         r = config.reward

@@ -8,11 +8,13 @@ Everything that was paid for is a file of the run folder, so the same command go
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -52,14 +54,29 @@ def open_run(config: Config, argv: Sequence[str], again_from: str | None = None)
         config.world.tp, config.world.pp, config.world.device, threads=config.world.threads, seed=config.seed
     )
     folder = Path(config.run_dir)
+    owner = None
     if world.is_main:
+        owner = lock(folder)
         save_provenance(folder, config, argv)
         if again_from is not None:
             set_aside(folder, config, again_from)
     world.barrier()
     log = Log(folder, world.rank)
     with log.stage("setup"):
-        return Run(config, world, log, folder)
+        run = Run(config, world, log, folder)
+    run.owner = owner
+    return run
+
+
+def lock(folder: Path) -> IO[str]:
+    """Held until this process ends. ValueError when another run works in the same folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process is training in {folder}: wait for it, end it, or choose another --dir") from None
+    return file
 
 
 # ---- stages

@@ -134,8 +134,9 @@ check() {{
   tests+="${{tests:+,}}{{\\"name\\":\\"$1\\",\\"status\\":\\"$status\\",\\"duration\\":0}}"
 }}
 """
-TEST_TAIL = """printf '{{"results":{{"tool":{{"name":"bash"}},"summary":{{"tests":%d,"passed":%d,"failed":%d,"skipped":0,"pending":0,"other":0,"start":0,"stop":0}},"tests":[%s]}}}}' \\
-  $total $passed $((total - passed)) "$tests" > "$out/ctrf.json"
+TEST_TAIL = """summary=$(printf '"tests":%d,"passed":%d,"failed":%d' $total $passed $((total - passed)))
+summary+=',"skipped":0,"pending":0,"other":0,"start":0,"stop":0'
+printf '{"results":{"tool":{"name":"bash"},"summary":{%s},"tests":[%s]}}' "$summary" "$tests" > "$out/ctrf.json"
 if [ $passed = $total ]; then echo 1 > "$out/reward.txt"; else echo 0 > "$out/reward.txt"; fi
 """
 
@@ -179,7 +180,7 @@ def task_files(task: Composite, name: str, rng: random.Random, workdir: str = "/
         "tests/test.sh": TEST_HEAD.format(canary=canaries[0], workdir=workdir)
         + "\n".join(lines)
         + "\n"
-        + TEST_TAIL.format(),
+        + TEST_TAIL,
         "solution/solve.sh": f"#!/bin/bash\n# canary {canaries[1]}\ncd {workdir} || exit 1\n"
         + "\n".join(c for s in task.subtasks for c in s.commands)
         + "\n",
