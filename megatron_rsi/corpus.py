@@ -208,7 +208,7 @@ def draw_messages(rng: random.Random, settings: Curriculum, progress: float) -> 
 
 
 def train_tokenizer(seed: int, settings: Curriculum, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE in which every name of the pool is one token after a space and one token elsewhere."""
+    """Byte-level BPE in which every name of the pool is one token after a space, where commands have it."""
     rng = random.Random(f"tokenizer:{seed}")
     texts = [m.text for _ in range(1500) for m in draw_messages(rng, settings, 1.0)]
     texts += [f"{w} {w}" for w in WORDS] * 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,19 @@ def test_only_training_instances_are_drawn(monkeypatch: pytest.MonkeyPatch) -> N
     assert held_out == []
 
 
-def test_each_name_is_one_token(chat: Chat) -> None:
-    split = {text for word in WORDS for text in (f" {word}", word) if len(chat.encode_text(text)) != 1}
-    assert split == set()
+def test_each_name_after_a_space_is_one_token(chat: Chat) -> None:
+    assert [word for word in WORDS if len(chat.encode_text(f" {word}")) != 1] == []
     assert chat.tokenizer.get_vocab_size() <= VOCABULARY
+
+
+def test_every_name_in_a_command_follows_a_space() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        for subtask in compose(rng, 3, "train").subtasks:
+            for text in (*subtask.commands, subtask.habit[1], *subtask.wordings):
+                for word in subtask.words:
+                    places = [m.start() for m in re.finditer(rf"(?<![a-z]){word}(?![a-z])", text)]
+                    assert all(text[at - 1] == " " for at in places if at), text
 
 
 def test_text_comes_back(chat: Chat) -> None:

@@ -168,7 +168,7 @@ def test_an_agent_time_out_is_graded_not_an_infrastructure_failure(
 
         engine.generate = slow  # type: ignore[method-assign]
     limits = Limits(max_new_tokens=80, command_timeout_s=20.0, retry_delay_s=0.0)
-    attempts = attempts_of(changed(task, agent_timeout_s=2.0), 2)
+    attempts = attempts_of(changed(task, agent_timeout_s=4.0), 2)
     found, counters = collect(runner, pool, tmp_path, engine, attempts, limits)
     assert counters.retried == 0 and counters.errors == {"agent_timeout": 2}
     for t in found.values():
