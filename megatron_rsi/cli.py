@@ -68,6 +68,8 @@ def train(
     """
     config = _config(preset, dir, seed, base, overrides)
     if nproc > 1 and "RANK" not in os.environ:
+        if Path(config.run_dir).is_file():
+            raise ValueError(f"run folder {config.run_dir} is a file: choose another with --dir")
         _launch(nproc, Path(config.run_dir) / "logs")
         return
     from .train import train as run_loop

@@ -58,7 +58,7 @@ class Model:
     num_kv_heads: int = 2  # grouped-query attention
     head_dim: int = 32
     intermediate_size: int = 384  # SwiGLU
-    vocab_size: int = 768  # upper bound for the BPE trainer
+    vocab_size: int = 1024  # upper bound for the BPE trainer
     context: int = 1024  # tokens
     tie_embeddings: bool = True
     rope_theta: float = 10000.0

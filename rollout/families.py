@@ -15,7 +15,7 @@ WORDS = [
     "acorn",
     "amber",
     "apple",
-    "arrow",
+    "anchor",
     "aspen",
     "badge",
     "bagel",

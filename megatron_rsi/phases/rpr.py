@@ -133,7 +133,10 @@ class Stage:
             key = f"{self.ctx.config.seed}:{self.name}:critic{number}"
             experience = ppo.make_experience(samples, self.ctx.world, settings, self.max_length, key)
             ppo.score(experience, self.critic, settings, progress.lambda_u)
+            resets = progress.head_resets
             self._judge(experience)
+            if progress.head_resets > resets:  # the old head's values must not clip the new one's
+                ppo.score(experience, self.critic, settings, progress.lambda_u)
             ppo.fit_critic(experience, self.critic, settings, settings.critic_lr, settings.critic_epochs, key)
         progress.round += 1
         self._log(

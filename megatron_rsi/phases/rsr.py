@@ -28,6 +28,7 @@ from ..runbook import (
     parse_review,
     plan_prompt,
     public_trajectory,
+    quotes_runbook,
     replan_prompt,
     require_public,
     review_prompt,
@@ -174,6 +175,8 @@ def select_samples(
     for trajectory in [*direct, *(t for t in guided if is_clean_success(t, tasks[t.task_id]))]:
         task = tasks[trajectory.task_id]
         sample = public_trajectory(trajectory, task, ctx.chat)
+        if quotes_runbook(sample, task, ctx.chat, trajectory.guidance):
+            continue  # the policy typed its private guidance into a command
         require_public(sample, task, ctx.chat, trajectory.guidance)
         by_task[task.task_id].setdefault(tuple(t.command for t in sample.turns), sample)
     samples: list[Trajectory] = []

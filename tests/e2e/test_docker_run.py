@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import attempt_ids, command, finish, start
+from e2e_helpers import attempt_ids, command, finish, start
 
 from megatron_rsi.sandbox import SandboxError
 

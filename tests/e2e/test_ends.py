@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import attempt_ids, command, finish, kill_group, leftovers, start
+from e2e_helpers import attempt_ids, command, finish, kill_group, leftovers, start
 
 
 def wait_for_attempts(process: subprocess.Popen[str], folder: Path, number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import consumed, finish, start
+from e2e_helpers import consumed, finish, start
 
 
 @pytest.mark.parametrize("layout", [(), ("world.tp=2",), ("world.pp=2",)], ids=["dp", "tp", "pp"])

@@ -7,13 +7,13 @@ import random
 import time
 from pathlib import Path
 
-from conftest import attempt_ids, consumed, finish, kill_group, leftovers, start
+from e2e_helpers import attempt_ids, consumed, finish, kill_group, leftovers, record_files, start
 
 NUM_KILLS = 10
 
 
 def num_lines(folder: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in folder.rglob("*.jsonl"))
+    return sum(path.read_bytes().count(b"\n") for path in record_files(folder))
 
 
 def test_ten_kills_change_nothing(base: Path, tmp_path: Path) -> None:

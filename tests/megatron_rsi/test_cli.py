@@ -81,8 +81,8 @@ def test_plan_counts_the_tiny_model_by_hand() -> None:
     done = command("plan", "world.tp=2", "--seed", "1", "engine.max_batch=10", "--dir", "somewhere")
     lines = {line[:16].strip(): line[16:].split() for line in done.stdout.splitlines()}
     assert lines["run folder"] == ["somewhere"]
-    layer = 128 * (128 + 64 + 64) + 128 * 128 + 3 * 128 * 384 + 2 * 128 + 2 * 32
-    assert lines["actor"][2] == f"{768 * 128 + 4 * layer + 128:,}"
+    layer = 128 * (128 + 64 + 64) + 128 * 128 + 3 * 128 * 256 + 2 * 128 + 2 * 32
+    assert lines["actor"][2] == f"{1024 * 128 + 4 * layer + 128:,}"
     assert lines["engine KV cache"][:2] == ["20.0", "MiB"]  # 10 x 1024 tokens x 2 x 4 layers x 2 heads x 32 x 4 bytes
 
 
