@@ -104,7 +104,7 @@ class Stage:
             Attempt(f"{self.name}.{label}/{task.task_id}/{n}", task, "general", settings.temperature)
             for n, task in enumerate(tasks)
         ]
-        trajectories = self.ctx.collect(self.folder, "rollouts", attempts, f"{self.name} {label}")
+        trajectories = self.ctx.collect(self.folder, f"rollouts.{label}", attempts, f"{self.name} {label}")
         samples = self._samples(trajectories, tasks)
         ids = [s.sequence_id for s in samples]
         self.ctx.log.metrics({"kind": "consumed", "stage": self.name, "step": label, "ids": ids})

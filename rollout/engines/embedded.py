@@ -274,20 +274,23 @@ class EmbeddedEngine:
         """Feeds ``tokens[i]`` to row ``slots[i]`` and returns the logits after the last of them, float32[B, V]."""
         s, cache = self.shape, self._cache
         assert cache is not None
-        width = max(map(len, tokens))
+        low, high, width = slots[0].index, slots[-1].index + 1, max(map(len, tokens))
+        asked = [slot.index - low for slot in slots]
+        dense = width == 1 and 2 * len(slots) >= high - low
+        if dense:  # idle rows in between are decoded too, into a place that is written again: cheaper than to copy the cache
+            by_row = {slot.index: t for slot, t in zip(slots, tokens, strict=True)}
+            slots = self._slots[low:high]
+            tokens = [by_row.get(slot.index, [0]) for slot in slots]
         starts = torch.tensor([len(slot.ids) for slot in slots], device=self.device)
         ids = torch.tensor([t + [0] * (width - len(t)) for t in tokens], device=self.device)
         steps = torch.arange(width, device=self.device)
         positions = (starts[:, None] + steps).clamp_(max=self.context - 1)  # [B, Q]
         reach = max(len(slot.ids) + len(t) for slot, t in zip(slots, tokens, strict=True))
         groups = s.num_heads // s.num_kv_heads
-        hidden = (
-            torch.arange(reach, device=self.device) > positions[:, :, None]
-        )  # [B, Q, K]; padded queries are not read
+        hidden = torch.arange(reach, device=self.device) > positions[:, :, None]  # [B, Q, K]; padded queries are not read
         mask = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf"))
         mask = mask[:, None, :, None].expand(-1, 1, -1, groups, -1).reshape(len(slots), 1, width * groups, reach)
         rows = torch.tensor([slot.index for slot in slots], device=self.device)
-        low, high = slots[0].index, slots[-1].index + 1
         contiguous = high - low == len(slots)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         at = (rows[:, None], slice(None), positions)
@@ -310,6 +313,8 @@ class EmbeddedEngine:
             x = x + F.linear(F.silu(gate) * up, layer.down)
         ends = torch.tensor([len(t) - 1 for t in tokens], device=self.device)
         last = x[torch.arange(len(slots), device=self.device), ends]
+        if dense:
+            last = last[torch.tensor(asked, device=self.device)]
         return F.linear(F.rms_norm(last, (s.hidden,), self._norm, s.eps), self._head)
 
 
