@@ -81,7 +81,7 @@ def _launch(nproc: int, logs: Path) -> None:
     """Runs this command line in ``nproc`` processes; SystemExit with the code of the first that failed."""
     import logging
 
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -94,6 +94,8 @@ def _launch(nproc: int, logs: Path) -> None:
     )  # fmt: skip
     try:
         elastic_launch(layout, sys.executable)("-m", "megatron_rsi", *sys.argv[1:])
+    except SignalException as stop:  # Ctrl-C or a scheduler's SIGTERM; the first rank has said how to go on
+        raise SystemExit(128 + stop.sigval) from None
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         if code < 0:  # by a signal: nobody has said anything
@@ -355,7 +357,8 @@ def run_command(arguments: Sequence[str]) -> int:
             raise
         return _fail(f"{error.strerror}: {error.filename or 'the run folder'}; what was finished before is kept")
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on where this one stopped", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print("\ninterrupted; the same command goes on where this one stopped", file=sys.stderr)
         return 130
     return 0
 

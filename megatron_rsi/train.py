@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import signal
 import tempfile
 import time
 from collections import defaultdict
@@ -37,6 +38,7 @@ def train(config: Config, argv: Sequence[str], again_from: str | None = None) ->
 
     ``again_from`` names a stage (rsr-1, rpr-1, ...) to do once more, with all that follow; what there was is set aside.
     """
+    signal.signal(signal.SIGTERM, _stop)
     run = open_run(config, argv, again_from)
     try:
         measure_base(run)
@@ -46,7 +48,12 @@ def train(config: Config, argv: Sequence[str], again_from: str | None = None) ->
                 adopt_or_roll_back(run, cycle, phase)
         finish(run)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it after Ctrl-C: the sandboxes are closed first
         run.close()
+
+
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def open_run(config: Config, argv: Sequence[str], again_from: str | None = None) -> Run:
