@@ -353,9 +353,10 @@ def run_command(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         return _fail(f"the Python package {error.name!r} is not installed; `megatron-rsi doctor` says what needs it")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if error.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
-        return _fail(f"{error.strerror}: {error.filename or 'the run folder'}; what was finished before is kept")
+        what = f"{error.strerror}: {error.filename or 'the run folder'}" if error.errno else str(error)
+        return _fail(f"{what}; what was finished before is kept")
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("\ninterrupted; the same command goes on where this one stopped", file=sys.stderr)
