@@ -174,13 +174,10 @@ class Rollout:
     """One trial."""
 
     harnesses: tuple[str, ...] = ("general", "stateful", "retry")  # the first is the deployment harness
-    max_turns: int = 20
     num_retries: int = 2  # of an attempt whose infrastructure or engine failed
-    task_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         _check(len(self.harnesses) > 0, "harnesses is empty: name at least one")
-        _positive(self, "max_turns", "task_timeout_s")
         _not_negative(self, "num_retries")
 
 
