@@ -25,7 +25,7 @@ def start(scratch: Path, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> str:
+def finish(process: subprocess.Popen[str], timeout_s: float = 900.0) -> str:
     output, _ = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, output[-3000:]
     return output

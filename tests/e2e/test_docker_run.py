@@ -34,7 +34,7 @@ def test_tasks_and_a_small_run_in_containers(base: Path, tmp_path: Path) -> None
 
     small = ("rsr.num_tasks=2", "rpr.trajectories=4", "rpr.updates=1", "sandbox.pool_size=2", "sandbox.kind=docker")
     folder = tmp_path / "run"
-    finish(start(tmp_path / "scratch", "train", "--preset", "smoke", "--base", base, "--dir", folder, *sizes, *small), 280)
+    finish(start(tmp_path / "scratch", "train", "--preset", "smoke", "--base", base, "--dir", folder, *sizes, *small))
     assert [s["name"] for s in json.loads((folder / "results.json").read_text())["stages"]] == ["base", "rsr-1", "rpr-1"]
     records = [json.loads(line) for p in folder.rglob("*.jsonl") for line in p.read_text().splitlines()]
     trials = [r for r in records if "attempt_id" in r]

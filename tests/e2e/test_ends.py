@@ -30,7 +30,7 @@ def test_interrupt_kill_and_normal_end_leave_nothing(base: Path, tmp_path: Path)
     os.killpg(process.pid, signal.SIGCONT)
     assert second.returncode == 2 and "another process is training" in second.stderr, second.stderr
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in output, output[-3000:]
     assert leftovers(scratch) == []
 
