@@ -1,0 +1,8 @@
+"""A shell ignores SIGINT in what it starts in the background, and children inherit that: the Ctrl-C tests need it back."""
+
+from __future__ import annotations
+
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
