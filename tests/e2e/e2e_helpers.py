@@ -36,6 +36,19 @@ def kill_group(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+def signal_run(folder: Path, number: int) -> int:
+    """Sends a signal to every process whose command line names the run folder: launcher and workers. Their number."""
+    sent = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder) in (process / "cmdline").read_bytes().decode(errors="replace").split("\0"):
+                os.kill(int(process.name), number)
+                sent += 1
+        except (OSError, ProcessLookupError):
+            continue
+    return sent
+
+
 def record_files(folder: Path) -> list[Path]:
     """The .jsonl files of a run. os.walk, unlike rglob, does not mind folders that come and go meanwhile."""
     return [Path(at) / name for at, _, names in os.walk(folder) for name in names if name.endswith(".jsonl")]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from e2e_helpers import attempt_ids, command, finish, kill_group, leftovers, start
+from e2e_helpers import attempt_ids, command, finish, kill_group, leftovers, signal_run, start
 
 
 def wait_for_attempts(process: subprocess.Popen[str], folder: Path, number: int) -> None:
@@ -25,9 +25,9 @@ def test_interrupt_kill_and_normal_end_leave_nothing(base: Path, tmp_path: Path)
     arguments = ("train", "--nproc", 2, "--preset", "smoke", "--base", base, "--dir", folder, "rpr.updates=6")
     process = start(scratch, *arguments)
     wait_for_attempts(process, folder, 4)
-    os.killpg(process.pid, signal.SIGSTOP)
+    assert signal_run(folder, signal.SIGSTOP) == 3  # a launcher and two workers; it must not end before the second starts
     second = subprocess.run(command(*arguments), capture_output=True, text=True, env=os.environ | {"TMPDIR": str(scratch)})
-    os.killpg(process.pid, signal.SIGCONT)
+    signal_run(folder, signal.SIGCONT)
     assert second.returncode == 2 and "another process is training" in second.stderr, second.stderr
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=120)
