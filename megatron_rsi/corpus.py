@@ -177,10 +177,17 @@ def review_sample(task: Composite, rng: random.Random) -> list[Message]:
 
 
 def copy_sample(rng: random.Random) -> list[Message]:
-    """Names to repeat, one or two a line: the quickest way to the induction heads that every command needs."""
+    """Names to repeat: the quickest way to the attention heads that every command needs.
+
+    Half are numbered lines, as in an instruction. Half are bare names, where nothing but the name before tells the next
+    one; without them the model copies from numbered places only and never learns to write two names in a row.
+    """
     words = rng.sample(WORDS, rng.randint(3, 10))
-    endings = [rng.choice([".txt", ".log", ".conf", ".sh", "", f" {rng.choice(WORDS)}"]) for _ in words]
-    text = "\n".join(f"{n % 10} {word}{ending}" for n, (word, ending) in enumerate(zip(words, endings, strict=True)))
+    if rng.random() < 0.5:
+        text = "".join(f" {word}" for word in words)
+    else:
+        endings = [rng.choice([".txt", ".log", ".conf", ".sh", "", f" {rng.choice(WORDS)}"]) for _ in words]
+        text = "\n".join(f"{n % 10} {word}{ending}" for n, (word, ending) in enumerate(zip(words, endings, strict=True)))
     return [Message("system", "copy"), Message("user", text), Message("assistant", text)]
 
 

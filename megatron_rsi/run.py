@@ -53,7 +53,7 @@ class Run:
         )  # fmt: skip
         self.limits = Limits(
             max_new_tokens=config.engine.max_new_tokens, command_timeout_s=config.sandbox.command_timeout_s,
-            num_retries=config.rollout.num_retries, seed=config.seed,
+            num_retries=config.rollout.num_retries, max_repeats=config.rollout.max_repeats, seed=config.seed,
             concurrency=min(config.engine.max_batch, config.sandbox.pool_size),
         )  # fmt: skip
         self.suites = self._load_suites() if suites is None else suites
@@ -67,6 +67,10 @@ class Run:
         if self.world.is_main and not tasks.suites_dir:
             generate_suites(folder, self.config.seed, tasks)
         self.world.barrier()
+        if not folder.is_dir():
+            raise ValueError(
+                f"tasks.suites_dir {folder} does not exist; make one with: python -m megatron_rsi tasks generate DIR"
+            )
         paths = {p.name: p for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.endswith(".partial")}
         if tasks.train_dir:
             paths["train"] = Path(tasks.train_dir)

@@ -175,10 +175,11 @@ class Rollout:
 
     harnesses: tuple[str, ...] = ("general", "stateful", "retry")  # the first is the deployment harness
     num_retries: int = 2  # of an attempt whose infrastructure or engine failed
+    max_repeats: int = 0  # same command, same answer this often in a row ends a trial; 0 = never (polling is no loop)
 
     def __post_init__(self) -> None:
         _check(len(self.harnesses) > 0, "harnesses is empty: name at least one")
-        _not_negative(self, "num_retries")
+        _not_negative(self, "num_retries", "max_repeats")
 
 
 @dataclass(frozen=True)

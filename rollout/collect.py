@@ -41,6 +41,7 @@ class Limits:
     max_new_tokens: int = 48
     command_timeout_s: float = 5.0
     num_retries: int = 2
+    max_repeats: int = 0  # ends a trial stuck in one command, see ``Episode.num_repeats``; 0 = never
     seed: int = 0
     concurrency: int = 32
     retry_delay_s: float = 0.5
@@ -86,6 +87,16 @@ class Episode:
     history: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     stop_reason: ErrorKind | None = None
+
+    @property
+    def num_repeats(self) -> int:
+        """How many of the last turns were the same command with the same answer."""
+        repeats = 0
+        for turn in reversed(self.turns):
+            if (turn.command, turn.observation) != (self.turns[-1].command, self.turns[-1].observation):
+                break
+            repeats += 1
+        return repeats
 
     def add(self, context: list[int], completion: Completion, command: str, observation: str, code: int | None) -> None:
         self.history += context + completion.ids
@@ -198,6 +209,9 @@ class Collector:
             return None
         if len(episode.turns) >= attempt.task.max_turns:
             episode.stop_reason = ErrorKind.TURN_LIMIT
+            return None
+        if 0 < self.limits.max_repeats <= episode.num_repeats:
+            episode.stop_reason = ErrorKind.REPEATED
             return None
         prompt = episode.history + context
         room = self.engine.context - len(prompt)

@@ -28,6 +28,7 @@ class ErrorKind(StrEnum):
     AGENT_TIMEOUT = "agent_timeout"
     TURN_LIMIT = "turn_limit"
     CONTEXT_LIMIT = "context_limit"
+    REPEATED = "repeated"  # the same command got the same answer too often in a row
 
 
 ERROR_POLICY: dict[ErrorKind, Policy] = {
@@ -40,4 +41,5 @@ ERROR_POLICY: dict[ErrorKind, Policy] = {
     ErrorKind.AGENT_TIMEOUT: Policy(retry=False, grade=True, trains=True),
     ErrorKind.TURN_LIMIT: Policy(retry=False, grade=True, trains=True),
     ErrorKind.CONTEXT_LIMIT: Policy(retry=False, grade=True, trains=True),
+    ErrorKind.REPEATED: Policy(retry=False, grade=True, trains=True),
 }

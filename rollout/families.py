@@ -243,7 +243,7 @@ def copy(draw: Draw, rng: random.Random) -> SubTask:
     return SubTask(
         "copy",
         (f, g),
-        (f"copy {f}.txt to {g}.txt", f"make a copy of {f}.txt called {g}.txt", f"make {g}.txt a copy of {f}.txt"),
+        (f"copy {f}.txt to {g}.txt", f"make a copy of {f}.txt called {g}.txt", f"make copy of {f}.txt in {g}.txt"),
         {f"{f}.txt": f"{text}\n"},
         (f"cp {f}.txt {g}.txt",),
         (

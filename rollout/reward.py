@@ -65,6 +65,6 @@ class SuccessPrioritizedReward:
             turns=len(trajectory.turns),
             budget=task.max_turns,
             timed_out=stop is ErrorKind.AGENT_TIMEOUT,
-            out_of_budget=stop in (ErrorKind.TURN_LIMIT, ErrorKind.CONTEXT_LIMIT),
+            out_of_budget=stop in (ErrorKind.TURN_LIMIT, ErrorKind.CONTEXT_LIMIT, ErrorKind.REPEATED),
             integrity=bool(verdict.integrity),
         )

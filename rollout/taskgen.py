@@ -230,7 +230,7 @@ def generate_suites(folder: Path | str, seed: int, sizes: SuiteSizes) -> dict[st
     for name, (group, number, make) in plan.items():
         paths[name] = folder / name
         if not paths[name].exists():
-            rng = random.Random(f"{name}:{seed if group != 'heldout' else 'fixed'}")
+            rng = random.Random(f"{name}:{seed if group != 'heldout' else 'heldout'}")
             write_suite(paths[name], [make(rng, i, group) for i in range(number)], name.replace("_", "-"), rng)
     return paths
 

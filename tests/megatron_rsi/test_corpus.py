@@ -60,9 +60,9 @@ async def real(pool: SandboxPool, task: Composite, commands: list[str]) -> tuple
         await box.write_files(files | {f"/app/{folder}/.keep": b"" for folder in task.folders})
         answers = []
         for command in commands:
-            r = await box.exec(command, timeout_s=10.0)
+            r = await box.exec(command, timeout_s=60.0)
             answers.append((command, render_observation(r.exit_code, r.stdout, r.stderr, r.timed_out), r.exit_code))
-        listing = await box.exec("find * -type f ! -name .keep", timeout_s=10.0)
+        listing = await box.exec("find * -type f ! -name .keep", timeout_s=60.0)
         return answers, sorted(listing.stdout.split())
 
 

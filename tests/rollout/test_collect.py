@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import resource
 from collections.abc import Callable, Iterable
@@ -141,6 +142,22 @@ def test_limits_end_a_trial_and_it_is_still_graded(
     for t in found.values():
         assert t.verdict.error is None and t.verdict.checks and t.trains
     assert counters.errors == {"turn_limit": 1, "context_limit": 1} and counters.retried == 0
+
+
+def test_a_trial_stuck_in_one_command_ends_and_is_graded(
+    runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path
+) -> None:
+    def reply(session: str, n: int) -> str:  # two of one kind, then the same wrong command for ever
+        return "1 echo a" if n < 2 else "1 cat nothing.here"
+
+    roomy = attempts_of(changed(task, max_turns=40), 1)
+    limits = dataclasses.replace(LIMITS, max_repeats=3)
+    found, counters = collect(runner, pool, tmp_path, scripted(CHAT, reply), roomy, limits)
+    (t,) = found.values()
+    assert t.stop_reason is ErrorKind.REPEATED and len(t.turns) == 5 and counters.errors == {"repeated": 1}
+    assert t.trains and t.verdict.error is None and REWARD.of(t, task) == pytest.approx(-0.05)
+    (free,) = collect(runner, pool, tmp_path / "free", scripted(CHAT, reply), roomy)[0].values()
+    assert free.stop_reason is ErrorKind.TURN_LIMIT and len(free.turns) == 40
 
 
 def test_a_prompt_that_never_fits_is_graded_but_does_not_train(

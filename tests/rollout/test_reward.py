@@ -93,7 +93,7 @@ def test_impossible_settings_are_refused(values: dict[str, float], text: str) ->
 
 
 @pytest.mark.parametrize(
-    "kind", [k for k in ErrorKind if k.value not in ("agent_timeout", "turn_limit", "context_limit")]
+    "kind", [k for k in ErrorKind if k.value not in ("agent_timeout", "turn_limit", "context_limit", "repeated")]
 )
 def test_failures_that_are_not_the_agents_get_no_reward(kind: ErrorKind) -> None:
     reward = SuccessPrioritizedReward()
