@@ -179,11 +179,11 @@ def review_sample(task: Composite, rng: random.Random) -> list[Message]:
 def copy_sample(rng: random.Random) -> list[Message]:
     """Names to repeat: the quickest way to the attention heads that every command needs.
 
-    Half are numbered lines, as in an instruction. Half are bare names, where nothing but the name before tells the next
-    one; without them the model copies from numbered places only and never learns to write two names in a row.
+    Most are bare names, where nothing but the name before tells the next one: without them the model copies from numbered
+    places only and never learns to write two names in a row. The rest are numbered lines, as in an instruction.
     """
     words = rng.sample(WORDS, rng.randint(3, 10))
-    if rng.random() < 0.5:
+    if rng.random() < 0.8:
         text = "".join(f" {word}" for word in words)
     else:
         endings = [rng.choice([".txt", ".log", ".conf", ".sh", "", f" {rng.choice(WORDS)}"]) for _ in words]
