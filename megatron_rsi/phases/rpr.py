@@ -139,9 +139,8 @@ class Stage:
                 ppo.score(experience, self.critic, settings, progress.lambda_u)
             ppo.fit_critic(experience, self.critic, settings, settings.critic_lr, settings.critic_epochs, key)
         progress.round += 1
-        self._log(
-            number + 1, settings.critic_rounds, trajectories, samples, {"ev": progress.reports[-1].get("ev")}, "critic"
-        )
+        planned = max(number + 1, settings.critic_rounds)
+        self._log(number + 1, planned, trajectories, samples, {"ev": progress.reports[-1].get("ev")}, "critic")
         self._save()
 
     def _judge(self, experience: ppo.Experience) -> None:
