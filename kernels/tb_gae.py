@@ -88,9 +88,10 @@ def tb_gae(
         return torch.zeros_like(values), torch.zeros_like(values)
     if choose_impl(impl, values) == "triton":
         return _launch(values, rewards, mask, turn_ids, cu_seqlens, tail, decay)
-    if decay.gamma_w == decay.lambda_w == decay.critic_lambda_w == 1.0:
-        return _per_run(values, rewards, mask, turn_ids, cu_seqlens.long(), tail, decay)
-    return _per_token(values, rewards, mask, turn_ids, cu_seqlens.long(), tail, decay)
+    advantages, returns = torch.empty_like(values), torch.empty_like(values)
+    method = _per_run if decay.gamma_w == decay.lambda_w == decay.critic_lambda_w == 1.0 else _per_token
+    method(values, rewards, mask, turn_ids, cu_seqlens.long(), tail, decay, advantages, returns)
+    return advantages, returns
 
 
 def _check(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, cu_seqlens: Tensor,
@@ -122,74 +123,106 @@ def _check(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, cu_s
 # ---------------------------------------------------------------------------------------------- torch reference
 
 
+_GROUP_TOKENS = 1 << 18  # tokens at a time: temporaries stay in the cache and do not grow with T
+
+
 def _per_run(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, cu_seqlens: Tensor, tail: Tensor,
-             decay: _Decay) -> tuple[Tensor, Tensor]:
-    """gamma_w = lambda_w = 1: recursion over runs.
+             decay: _Decay, advantages: Tensor, returns: Tensor) -> None:
+    """gamma_w = lambda_w = 1: recursion over runs, written into advantages and returns.
 
     A run is a stretch of neighbouring tokens of one trajectory, one turn and one mask value in which only the last
-    token has a reward. Inside it A_j + V_j is constant; between two runs of one turn (g, l) = (1, 1).
+    token has a reward. Inside it A_j + V_j is constant; between two runs of one turn (g, l) = (1, 1), so a run may be
+    cut anywhere: here at every _GROUP_TOKENS tokens.
     """
     num_tokens = values.numel()
     is_start = torch.empty(num_tokens, dtype=torch.bool, device=values.device)
-    is_start[0] = True
-    torch.ne(turn_ids[1:], turn_ids[:-1], out=is_start[1:])
-    is_start[1:] |= mask[1:] != mask[:-1]
-    is_start[1:] |= rewards[:-1] != 0
+    parts = [slice(start, start + _GROUP_TOKENS) for start in range(0, num_tokens, _GROUP_TOKENS)]
+    for part in parts:
+        changes = _differs(turn_ids[part])
+        changes |= _differs(mask[part])
+        torch.bitwise_or(changes, rewards[part][:-1].bool(), out=is_start[part][1:])
+    is_start[::_GROUP_TOKENS] = True
     is_start[cu_seqlens[cu_seqlens < num_tokens]] = True
     starts = is_start.nonzero().squeeze(1)
     lengths = torch.diff(starts, append=starts.new_tensor([num_tokens]))
-    is_action = mask[starts]
-    action_starts = starts[is_action]
-    returns = _run_returns(action_starts, action_starts + lengths[is_action] - 1, values, rewards, turn_ids,
-                           cu_seqlens, tail, decay)
-    per_run = values.new_zeros(2, starts.numel())
-    per_run[:, is_action] = returns.to(values.dtype)
-    run = is_start.cumsum(0, dtype=torch.int32).sub_(1)  # half the time of repeat_interleave
-    advantages, critic = (row.index_select(0, run) for row in per_run)
-    return advantages.sub_(values).masked_fill_(~mask, 0.0), critic
+    action = mask.index_select(0, starts).nonzero().squeeze(1)
+    first = starts.index_select(0, action)
+    last = first + lengths.index_select(0, action) - 1
+    run_returns = _run_returns(first, last, values, rewards, turn_ids, cu_seqlens, tail, decay)
+    per_run = values.new_zeros(len(run_returns), starts.numel())
+    per_run.index_copy_(1, action, run_returns.to(values.dtype))
+
+    cuts = torch.searchsorted(starts, starts.new_tensor([*(part.start for part in parts), num_tokens])).tolist()
+    zero = values.new_zeros(())
+    for part, begin, end in zip(parts, cuts[:-1], cuts[1:], strict=True):
+        value = values[part]
+        run = torch.repeat_interleave(lengths[begin:end].int(), output_size=value.numel())  # of each token
+        torch.index_select(per_run[-1, begin:end], 0, run, out=returns[part])
+        target = returns[part] if len(per_run) == 1 else per_run[0, begin:end].index_select(0, run)
+        torch.where(mask[part], target - value, zero, out=advantages[part])  # faster than masked_fill
+
+
+def _differs(x: Tensor) -> Tensor:
+    """x[1:] != x[:-1] for integers and booleans; on the CPU this is several times faster than the comparison."""
+    return torch.bitwise_xor(x[1:], x[:-1]).bool()
 
 
 def _run_returns(first: Tensor, last: Tensor, values: Tensor, rewards: Tensor, turn_ids: Tensor, cu_seqlens: Tensor,
                  tail: Tensor, decay: _Decay) -> Tensor:
-    """G of each action run, float64 [2, number of runs]: with lambda_u, with critic_lambda_u."""
+    """G of each action run, float64 [1 or 2, number of runs]: with lambda_u and, where it differs, critic_lambda_u."""
     num_runs = first.numel()
     sequence = torch.searchsorted(cu_seqlens[1:], first, right=True)
-    turn = turn_ids[first]
+    turn, value = turn_ids.index_select(0, first), values.index_select(0, first).double()
     ends = torch.ones(num_runs, dtype=torch.bool, device=first.device)
     ends[:-1] = sequence[1:] != sequence[:-1]
     crosses = torch.zeros_like(ends)
     crosses[:-1] = turn[1:] != turn[:-1]
     gamma = _where(crosses, decay.gamma_u, 1.0, torch.float64).masked_fill_(ends, 0.0)
-    next_value = torch.zeros(num_runs, dtype=torch.float64, device=first.device)
-    next_value[:-1] = values[first[1:]]
-    reward = rewards[last].double() + torch.where(ends, tail[sequence], 0.0)
-    lambdas = torch.tensor([[decay.lambda_u], [decay.critic_lambda_u]], dtype=torch.float64, device=first.device)
-    lambda_ = torch.where(crosses, lambdas, 1.0)
+    next_value = torch.nn.functional.pad(value[1:], (0, 1))
+    reward = rewards.index_select(0, last).double() + torch.where(ends, tail.index_select(0, sequence), 0.0)
+    lambdas = list(dict.fromkeys([decay.lambda_u, decay.critic_lambda_u]))
+    lambda_ = torch.stack([_where(crosses, across, 1.0, torch.float64) for across in lambdas])
     return _affine_scan(gamma * lambda_, reward + gamma * (1 - lambda_) * next_value)
 
 
 def _per_token(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, cu_seqlens: Tensor, tail: Tensor,
-               decay: _Decay) -> tuple[Tensor, Tensor]:
-    """Any (gamma_w, lambda_w): a blocked affine scan over the compacted action tokens of all trajectories."""
+               decay: _Decay, advantages: Tensor, returns: Tensor) -> None:
+    """Any (gamma_w, lambda_w), written into advantages and returns.
+
+    Groups of whole neighbouring trajectories in turn: memory grows with a group, or with the longest trajectory.
+    """
+    offsets, first = cu_seqlens.tolist(), 0
+    for end in range(1, len(offsets)):
+        if end < len(offsets) - 1 and offsets[end] - offsets[first] < _GROUP_TOKENS:
+            continue
+        part = slice(offsets[first], offsets[end])
+        if part.start < part.stop:
+            advantages[part], returns[part] = _scan_tokens(
+                values[part], rewards[part], mask[part], turn_ids[part], cu_seqlens[first:end + 1] - part.start,
+                tail[first:end], decay)
+        first = end
+
+
+def _scan_tokens(values: Tensor, rewards: Tensor, mask: Tensor, turn_ids: Tensor, cu_seqlens: Tensor, tail: Tensor,
+                 decay: _Decay) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) by a blocked affine scan over the action tokens of a few trajectories."""
     index = mask.nonzero().squeeze(1)
-    value, turn = values.index_select(0, index), turn_ids.index_select(0, index)
+    value = values.index_select(0, index)
     past_last = torch.searchsorted(index, cu_seqlens)  # number of action tokens before each offset
     owns = past_last[1:] > past_last[:-1]
     last = past_last[1:][owns] - 1
-    crosses = turn[1:] != turn[:-1]
-    gamma = _where(crosses, decay.gamma_u, decay.gamma_w, value.dtype)
+    crosses = _differs(turn_ids.index_select(0, index))
     delta = rewards.index_select(0, index).sub_(value)
     last_delta = delta[last] + tail[owns]
-    delta[:-1].addcmul_(gamma, value[1:])
+    delta[:-1].addcmul_(_where(crosses, decay.gamma_u, decay.gamma_w, value.dtype), value[1:])
     delta[last] = last_delta
 
-    lambdas = [(decay.lambda_u, decay.lambda_w), (decay.critic_lambda_u, decay.critic_lambda_w)]
-    lambdas = lambdas[:1] if lambdas[0] == lambdas[1] else lambdas
+    lambdas = dict.fromkeys([(decay.lambda_u, decay.lambda_w), (decay.critic_lambda_u, decay.critic_lambda_w)])
     carry = value.new_zeros(len(lambdas), index.numel())
     for row, (across, within) in zip(carry, lambdas, strict=True):
-        torch.mul(gamma, _where(crosses, across, within, value.dtype), out=row[:-1])
+        row[:-1] = _where(crosses, decay.gamma_u * across, decay.gamma_w * within, value.dtype)
         row[last] = 0.0
-    scanned = _affine_scan(carry, delta.expand_as(carry).clone())
+    scanned = _affine_scan(carry, delta.repeat(len(lambdas), 1))
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     advantages.index_copy_(0, index, scanned[0])
     returns.index_copy_(0, index, value.add_(scanned[-1]))
@@ -201,17 +234,17 @@ def _where(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tens
     return torch.where(condition, torch.tensor(yes, dtype=dtype, device=condition.device), no)
 
 
-_SCAN_BLOCK = 64
+_SCAN_BLOCK = 16
 
 
 def _affine_scan(a: Tensor, b: Tensor) -> Tensor:
     """x_j = b_j + a_j x_{j+1} along the last dimension, x beyond the end = 0. a, b: [K, N], both overwritten.
 
-    Long inputs: blocks of 64 tokens advance together one token at a time, their first elements are scanned in turn,
+    Long inputs: blocks of 16 tokens advance together one token at a time, their first elements are scanned in turn,
     and a last pass adds what enters each block: O(N) work in O(log N) vector steps. Short inputs: doubling.
     """
-    num = a.shape[1]
-    if num <= 16 * _SCAN_BLOCK:
+    num_rows, num = b.shape
+    if num <= 256 * _SCAN_BLOCK:
         step = 1
         while step < num:
             b[:, :-step] += a[:, :-step] * b[:, step:]
@@ -219,14 +252,13 @@ def _affine_scan(a: Tensor, b: Tensor) -> Tensor:
             step *= 2
         return b
     pad = -num % _SCAN_BLOCK
-    a, b = (torch.nn.functional.pad(x, (0, pad)).unflatten(1, (-1, _SCAN_BLOCK)).permute(2, 0, 1).contiguous()
-            for x in (a, b))
+    a, b = (torch.nn.functional.pad(x, (0, pad)).view(-1, _SCAN_BLOCK).t().contiguous() for x in (a, b))
     for j in range(_SCAN_BLOCK - 2, -1, -1):
         b[j].addcmul_(a[j], b[j + 1])
         a[j].mul_(a[j + 1])
-    entering = torch.zeros_like(b[0])
-    entering[:, :-1] = _affine_scan(a[0].clone(), b[0].clone())[:, 1:]
-    return b.addcmul_(a, entering).permute(1, 2, 0).flatten(1)[:, :num]
+    starts = _affine_scan(a[0].view(num_rows, -1).clone(), b[0].view(num_rows, -1).clone())
+    entering = torch.nn.functional.pad(starts[:, 1:], (0, 1)).flatten()
+    return b.addcmul_(a, entering).t().reshape(num_rows, -1)[:, :num]
 
 
 # ----------------------------------------------------------------------------------------------- Triton kernels

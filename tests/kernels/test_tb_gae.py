@@ -1,5 +1,7 @@
 """TB-GAE: the nine invariants, the worked case, packing, bootstrap, and refusals. The oracle is a loop over tokens."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -214,7 +216,9 @@ def test_equals_a_loop_over_tokens_packed_and_alone(pack):
 
 @pytest.mark.parametrize("within", [(1.0, 1.0), (0.999, 0.98)])
 @pytest.mark.parametrize("num_sequences,length", [(1, 70_001), (50, 1_400)])
-def test_long_inputs_take_the_blocked_scan(within, num_sequences, length):
+@pytest.mark.parametrize("group_tokens", [1 << 18, 1 << 12])
+def test_long_inputs_take_the_blocked_scan_and_groups(monkeypatch, within, num_sequences, length, group_tokens):
+    monkeypatch.setattr(sys.modules[tb_gae.__module__], "_GROUP_TOKENS", group_tokens)
     rng = np.random.default_rng(3)
     num = num_sequences * length
     values = rng.normal(size=num).astype(np.float32)
