@@ -8,8 +8,8 @@
 
 Rows whose token is masked (or whose target is -100) leave before the product: half of the tokens of a terminal
 trajectory are observations. Scores are float32 also for bfloat16 inputs: scores rounded to bfloat16 are off by up to
-0.06 nat at |z| ~ 20. At most ``max_workspace_bytes`` hold scores: when those of all rows fit, they are kept from
-forward to backward, else backward computes them again, chunk by chunk.
+0.06 nat at |z| ~ 20. At most ``max_workspace_bytes`` hold scores: when those of all rows fit, the torch version keeps
+them from forward to backward, else backward computes them again, chunk by chunk; the Triton version keeps none.
 
 Tensor parallel: each rank holds the rows [vocab_start, vocab_start + V) of the head. Forward all-reduces five floats
 a token (one MAX, one SUM). In backward dweight is local, and dhidden is the SUM over the group when
@@ -36,7 +36,7 @@ from .logprob import (
     local_targets,
     row_coefficients,
     row_stats,
-    rows_gradient_,
+    rows_gradient,
     score_gradient,
     update_stats,
 )
@@ -144,38 +144,50 @@ def _add_gradients(grad_scores: Tensor, hidden: Tensor, weight: Tensor, scale: f
         grad_weight.addmm_(grad_scores.t(), hidden.to(grad_scores.dtype), alpha=scale)
 
 
+_CACHE_BYTES = 1 << 20  # scores of a chunk on the CPU: still in the cache when their product is done
+
+
+def _plan(live: Tensor, weight: Tensor, max_workspace_bytes: int) -> tuple[int, bool]:
+    """(rows of a chunk, whether the scores of all rows fit)."""
+    num_rows, row_bytes = live.shape[0], max(1, weight.shape[0] * torch.finfo(accumulate_dtype(live.dtype)).bits // 8)
+    chunk = min(num_rows, max(1, max_workspace_bytes // row_bytes))
+    fits = chunk == num_rows
+    if live.device.type == "cpu" and live.dtype == accumulate_dtype(live.dtype):  # else each chunk upcasts the weight
+        chunk = min(chunk, max(256, _CACHE_BYTES // row_bytes))  # a product of fewer rows is slow
+    return chunk, fits
+
+
 def _chunked_stats(live: Tensor, weight: Tensor, column: Tensor, here: Tensor, entropy: bool, scale: float,
-                   max_workspace_bytes: int) -> tuple[Tensor, Tensor]:
-    """(row_stats of all rows, the scores of the last chunk), max_workspace_bytes of scores at a time."""
+                   max_workspace_bytes: int, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """(row_stats of all rows; with ``keep`` and where they fit, all scores)."""
     dtype, num_rows = accumulate_dtype(live.dtype), live.shape[0]
-    chunk = _rows_per_chunk(num_rows, weight.shape[0], dtype, max_workspace_bytes)
-    scores = torch.empty(chunk, weight.shape[0], dtype=dtype, device=live.device)
+    chunk, fits = _plan(live, weight, max_workspace_bytes)
+    keep = keep and fits
+    scores = torch.empty(num_rows if keep else chunk, weight.shape[0], dtype=dtype, device=live.device)
     stats = torch.empty(5, num_rows, dtype=dtype, device=live.device)
     for start in range(0, num_rows, max(1, chunk)):
         part = slice(start, min(start + chunk, num_rows))
-        block = _scores(live[part], weight, scale, scores[: part.stop - start])
+        block = _scores(live[part], weight, scale, scores[part] if keep else scores[: part.stop - start])
         stats[:, part] = row_stats(block, column[part], here[part], entropy)
-    return stats, scores
+    return stats, scores if keep else None
 
 
 def _chunked_backward(
     live: Tensor, weight: Tensor, statistics: tuple[Tensor, ...], grads: tuple[Tensor, Tensor | None], scale: float,
     max_workspace_bytes: int, needs: tuple[bool, bool], kept: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(d live rows, d weight) in the accumulation dtype; scores come from ``kept`` or are computed again."""
+    """(d live rows, d weight) in the accumulation dtype; ``kept`` scores are overwritten."""
     dtype, num_rows = accumulate_dtype(live.dtype), live.shape[0]
-    chunk = _rows_per_chunk(num_rows, weight.shape[0], dtype, max_workspace_bytes)
+    chunk, _ = _plan(live, weight, max_workspace_bytes)
     grad_live = torch.empty(live.shape, dtype=dtype, device=live.device) if needs[0] else None
     grad_weight = torch.zeros(weight.shape, dtype=dtype, device=live.device) if needs[1] else None
     scores = kept if kept is not None else torch.empty(chunk, weight.shape[0], dtype=dtype, device=live.device)
     for start in range(0, num_rows, max(1, chunk)):
         part = slice(start, min(start + chunk, num_rows))
-        block = scores[: part.stop - start]
-        if kept is None:
-            _scores(live[part], weight, scale, block)
+        block = scores[part] if kept is not None else _scores(live[part], weight, scale, scores[: part.stop - start])
         column, here, maximum, total, rows_entropy = (x[part] for x in statistics)
-        rows_gradient_(block, column, here, maximum, total, rows_entropy, grads[0][part],
-                       None if grads[1] is None else grads[1][part])
+        rows_gradient(block, column, here, maximum, total, rows_entropy, grads[0][part],
+                      None if grads[1] is None else grads[1][part], block)
         _add_gradients(block, live[part], weight, scale, None if grad_live is None else grad_live[part], grad_weight)
     return grad_live, grad_weight
 
@@ -191,8 +203,8 @@ class _LinearLogprob(torch.autograd.Function):
         if fused:
             stats = _launch_stats(live, weight, column, here, entropy, 1.0 / temperature)
         else:
-            stats, scores = _chunked_stats(live, weight, column, here, entropy, 1.0 / temperature, max_workspace_bytes)
-            kept = scores if grad_enabled and any(ctx.needs_input_grad) and scores.shape[0] == live.shape[0] else None
+            stats, kept = _chunked_stats(live, weight, column, here, entropy, 1.0 / temperature, max_workspace_bytes,
+                                         keep=grad_enabled and any(ctx.needs_input_grad))
         result, rows_entropy, maximum, total = combine_stats(stats, group)
         if group is not None:
             check_found(result, stats, targets)
@@ -228,11 +240,6 @@ class _LinearLogprob(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, *[None] * 10
-
-
-def _rows_per_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, max_workspace_bytes: int) -> int:
-    row_bytes = max(1, num_columns * torch.finfo(dtype).bits // 8)
-    return min(num_rows, max(1, max_workspace_bytes // row_bytes))
 
 
 def _scatter(live: Tensor, rows: Tensor | None, num_tokens: int) -> Tensor:

@@ -103,13 +103,15 @@ def row_stats(scores: Tensor, column: Tensor, here: Tensor, entropy: bool, scale
     maximum, total, weighted, target, found = stats
     target.copy_(torch.where(here, scores.gather(1, column[:, None]).squeeze(1).to(dtype) * scale, 0.0))
     found.copy_(here)
-    maximum.copy_(scores.amax(1)).mul_(scale)
-    shift = torch.where(maximum == -torch.inf, 0.0, maximum)  # a row of -inf alone: exp(-inf - 0) = 0, no NaN
-    block = max(1, _ROW_BLOCK_BYTES // (num_columns * stats.element_size()))
+    block = min(num_rows, max(1, _ROW_BLOCK_BYTES // (num_columns * stats.element_size())))
+    work = torch.empty(block, num_columns, dtype=dtype, device=scores.device)
     for start in range(0, num_rows, block):
-        rows = slice(start, start + block)
-        shifted = scores[rows].to(dtype) * scale if scale != 1.0 else scores[rows].to(dtype)
-        shifted = shifted - shift[rows, None]
+        rows = slice(start, min(start + block, num_rows))
+        shifted = work[: rows.stop - start]
+        z = scores[rows] if scores.dtype == dtype and scale == 1.0 else shifted.copy_(scores[rows]).mul_(scale)
+        torch.amax(z, 1, out=maximum[rows])
+        shift = torch.where(maximum[rows] == -torch.inf, 0.0, maximum[rows])  # a row of -inf alone: no NaN
+        torch.sub(z, shift[:, None], out=shifted)
         if entropy:
             exponential = shifted.exp()
             torch.sum(exponential, 1, out=total[rows])
@@ -139,22 +141,20 @@ def combine_stats(stats: Tensor, group: dist.ProcessGroup | None) -> tuple[Tenso
     return result.masked_fill_(found == 0, torch.nan), log_total - weighted / total, maximum, total
 
 
-def rows_gradient_(scores: Tensor, column: Tensor, here: Tensor, maximum: Tensor, total: Tensor, rows_entropy: Tensor,
-                   grad_logprob: Tensor, grad_entropy: Tensor | None, scale: float = 1.0) -> Tensor:
-    """Overwrite scores [R, V] by d loss / d (scores * scale), a few rows at a time; returns scores.
+def rows_gradient(scores: Tensor, column: Tensor, here: Tensor, maximum: Tensor, total: Tensor, rows_entropy: Tensor,
+                  grad_logprob: Tensor, grad_entropy: Tensor | None, out: Tensor, scale: float = 1.0) -> None:
+    """out = d loss / d (scores * scale), [R, V], a few rows at a time; out may be scores.
 
     M and S stay apart: M + log S would round away log S for scores of 1e4.
     """
     dtype = accumulate_dtype(scores.dtype)
     num_rows, num_columns = scores.shape
-    if num_columns == 0 or num_rows == 0:
-        return scores
-    block = max(1, _ROW_BLOCK_BYTES // (num_columns * torch.finfo(dtype).bits // 8))
-    for start in range(0, num_rows, block):
+    block = max(1, _ROW_BLOCK_BYTES // max(1, num_columns * torch.finfo(dtype).bits // 8))
+    for start in range(0, num_rows if num_columns else 0, block):
         rows = slice(start, start + block)
-        work = scores[rows].to(dtype)
-        work = torch.mul(work, scale, out=work) if scale != 1.0 else work
-        work.sub_(maximum[rows, None])  # log (p S); in place where scores already has this dtype
+        z = scores[rows].to(dtype) * scale if scale != 1.0 else scores[rows].to(dtype)
+        work = out[rows] if out.dtype == dtype else torch.empty_like(z)
+        torch.sub(z, maximum[rows, None], out=work)  # log (p S)
         if grad_entropy is None:
             work.exp_().mul_((-grad_logprob[rows] / total[rows])[:, None])
         else:
@@ -163,9 +163,8 @@ def rows_gradient_(scores: Tensor, column: Tensor, here: Tensor, maximum: Tensor
             offset = rows_entropy[rows] - total[rows].log()
             work.sub_(((grad_logprob[rows] + grad_entropy[rows] * offset) / total[rows])[:, None]).mul_(exponential)
         work.scatter_add_(1, column[rows, None], torch.where(here[rows], grad_logprob[rows], 0.0)[:, None])
-        if work.dtype != scores.dtype:
-            scores[rows] = work
-    return scores
+        if out.dtype != dtype:
+            out[rows] = work
 
 
 class _Logprob(torch.autograd.Function):
@@ -203,11 +202,11 @@ class _Logprob(torch.autograd.Function):
                 logits, memory_format=torch.contiguous_format)
             _launch_gradient(gradient, logits, column, here, live, maximum, total, rows_entropy, *grads, scale)
         else:
-            gradient = logits if ctx.inplace_grad else logits.clone()
-            rows_gradient_(gradient, column, here, maximum, total, rows_entropy, *grads, scale)
-            if scale != 1.0:
-                gradient.mul_(scale)
-            gradient.masked_fill_(~live[:, None], 0.0)
+            gradient = logits if ctx.inplace_grad else torch.empty_like(logits)
+            by_logprob = grad_logprob * scale  # d loss / d logits instead of d loss / dz
+            by_entropy = grad_entropy * scale if ctx.entropy else None
+            rows_gradient(logits, column, here, maximum, total, rows_entropy, by_logprob, by_entropy, gradient, scale)
+            gradient.index_fill_(0, (~live).nonzero().squeeze(1), 0.0)
         return gradient, None, None, None, None, None, None, None
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from ._common import check_number, check_tensor, choose_impl, jit, on_device, tl, triton
 
 _MAX_LOG_RATIO = 20.0
-_BLOCK = 1 << 14  # tokens a pass: all temporaries of a block stay in the cache
+_BLOCK = 1 << 17  # tokens a pass: all temporaries of a block stay in the cache
 
 
 class _Settings(NamedTuple):
@@ -173,7 +173,7 @@ def _policy_block(block: dict[str, Tensor], settings: _Settings) -> tuple[Tensor
     change = log_ratio.expm1()  # ratio - 1 without the cancellation that would eat a small KL
     ratio = change + 1.0
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    clip_count = (clipped != ratio).sum()
+    clip_count = (clipped != ratio).count_nonzero()
     surrogate = ratio * advantages
     objective = torch.minimum(surrogate, clipped.mul_(advantages))
     if settings.dual_clip is not None:
@@ -221,11 +221,12 @@ def _value_block(block: dict[str, Tensor], settings: _Settings) -> tuple[Tensor,
     if settings.value_clip is not None:
         move = block["values"] - block["old_values"]
         clipped_move = move.clamp(-settings.value_clip, settings.value_clip)
-        clip_count = (clipped_move != move).sum()
+        bound = clipped_move != move
+        clip_count = bound.count_nonzero()
         clipped = clipped_move.add_(block["old_values"]).sub_(returns).square_()
         worst = torch.maximum(squared, clipped)
         # where the clip does not bind both are one error, up to rounding; where it binds the clipped one is constant
-        gradient = error * ((squared >= clipped) | (move.abs_() <= settings.value_clip))
+        gradient = torch.where(bound.logical_and_(squared < clipped), 0.0, error)
     loss = _weighted_sum(worst, block) * 0.5
     return loss, gradient, [loss, clip_count, returns.sum(), returns @ returns, -error.sum(), squared.sum()]
 
@@ -259,7 +260,8 @@ class _PpoLoss(torch.autograd.Function):
     def forward(ctx: Any, logprob: Tensor | None, entropy: Tensor | None, values: Tensor | None, rows: Tensor | None,
                 constants: dict[str, Tensor], settings: _Settings) -> tuple[Tensor, Tensor]:
         tensors = {"logprob": logprob, "entropy": entropy, "values": values, **constants}
-        live = {name: x.detach() if rows is None else x.detach()[rows] for name, x in tensors.items() if x is not None}
+        live = {name: x.detach() if rows is None else x.detach().index_select(0, rows)
+                for name, x in tensors.items() if x is not None}
         first = logprob if logprob is not None else values
         assert first is not None
         num_live = first.numel() if rows is None else rows.numel()

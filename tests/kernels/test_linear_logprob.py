@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rsi.kernels import linear_logprob, logprob
+from megatron_rsi.kernels._count import LiveBytes
 
 DOUBLE = torch.float64
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -210,31 +210,48 @@ def test_non_contiguous_inputs():
         torch.testing.assert_close(x, y)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest storage any operator returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return out
-
-
 @pytest.mark.parametrize("entropy", [False, True])
 def test_no_tensor_of_tokens_by_vocabulary_is_ever_allocated(entropy):
     num_tokens, hidden_size, vocab, workspace = 1500, 8, 4001, 4 << 20
     hidden, weight, targets, _, grads = problem(num_tokens, hidden_size, vocab, torch.float32)
     hidden.requires_grad_(), weight.requires_grad_()
-    with LargestTensor() as seen:
+    with LiveBytes() as seen:
         out = linear_logprob(hidden, weight, targets, entropy=entropy, max_workspace_bytes=workspace)
         backward_of(out, (hidden, weight), grads)
-    assert seen.bytes <= workspace < num_tokens * vocab * 4 / 5
-    assert seen.bytes > workspace - vocab * 4  # and the workspace is used to the last whole row
+    assert workspace - 256 * vocab * 4 < seen.largest <= workspace < num_tokens * vocab * 4 / 5
+
+
+def forward_and_backward(function, hidden, weight):
+    with LiveBytes() as seen:
+        torch.autograd.grad(function(hidden, weight).sum(), (hidden, weight))
+    return seen.peak
+
+
+@pytest.mark.parametrize("shape", [(2000, 128, 768), (2048, 256, 8192)])
+def test_peak_memory_is_below_15_percent_of_the_plain_path(shape):
+    """The plain path holds three [T, V]: the scores' log-softmax, its gradient and that of the scores."""
+    num_tokens, hidden_size, vocab = shape
+    hidden, weight = torch.randn(num_tokens, hidden_size), torch.randn(vocab, hidden_size) * 0.1
+    hidden.requires_grad_(), weight.requires_grad_()
+    targets, scores_bytes = torch.arange(num_tokens) % vocab, num_tokens * vocab * 4
+    plain = forward_and_backward(
+        lambda h, w: (h @ w.t()).log_softmax(1).gather(1, targets[:, None]), hidden, weight)
+    ours = forward_and_backward(
+        lambda h, w: linear_logprob(h, w, targets, max_workspace_bytes=scores_bytes // 5)[0], hidden, weight)
+    assert 3 * scores_bytes <= plain < 3.01 * scores_bytes
+    assert ours <= 0.15 * plain
+
+
+def test_peak_memory_is_the_workspace_the_gradients_and_a_few_rows():
+    """Backward: a chunk of scores, both gradients, the statistics; forward: a chunk and a cached copy of rows."""
+    num_tokens, hidden_size, vocab, chunk = 3000, 32, 2000, 300
+    hidden, weight = torch.randn(num_tokens, hidden_size), torch.randn(vocab, hidden_size)
+    hidden.requires_grad_(), weight.requires_grad_()
+    peak = forward_and_backward(lambda h, w: linear_logprob(
+        h, w, torch.zeros(num_tokens, dtype=torch.long), max_workspace_bytes=chunk * vocab * 4)[0], hidden, weight)
+    gradients = (num_tokens + vocab) * hidden_size * 4
+    per_token = 17 * 8 * num_tokens  # targets, columns, statistics, coefficients: never a multiple of V
+    assert chunk * vocab * 4 + gradients < peak <= chunk * vocab * 4 + max(gradients, 1 << 20) + per_token
 
 
 @pytest.mark.parametrize("change,message", [
