@@ -8,7 +8,7 @@ kept as they are, so the prompt of every turn begins with exactly the tokens of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,11 +24,16 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """``prefix[role]`` + text + ``stop`` + ``tail``. ``stop`` is one special token, which the policy samples itself."""
+    """``prefix[role]`` + text + ``stop`` + ``tail``. ``stop`` is one special token, which the policy samples itself.
+
+    ``begin`` stands once before everything, ``opener`` after the head of each reply that is asked for.
+    """
 
     prefix: dict[str, str]
     stop: str
     tail: str = ""
+    begin: str = ""
+    opener: str = ""
 
     def jinja(self) -> str:
         """The same format as a Hugging Face chat template."""
@@ -36,8 +41,8 @@ class ChatFormat:
             f"{'{%'} if m['role'] == '{role}' %}}{text}{'{%'} endif %}}" for role, text in self.prefix.items()
         )
         return (
-            "{% for m in messages %}" + heads + "{{ m['content'] }}" + self.stop + self.tail + "{% endfor %}"
-            "{% if add_generation_prompt %}" + self.prefix["assistant"] + "{% endif %}"
+            self.begin + "{% for m in messages %}" + heads + "{{ m['content'] }}" + self.stop + self.tail + "{% endfor %}"
+            "{% if add_generation_prompt %}" + self.prefix["assistant"] + self.opener + "{% endif %}"
         )
 
 
@@ -52,7 +57,16 @@ CHATML = ChatFormat(
     stop="<|im_end|>",
     tail="\n",
 )
-FORMATS = {"tiny": TINY, "chatml": CHATML}
+CHATML_NO_THINKING = replace(CHATML, opener="<think>\n\n</think>\n\n")  # Qwen3 with enable_thinking=False
+LLAMA3 = ChatFormat(
+    prefix={
+        role: f"<|start_header_id|>{name}<|end_header_id|>\n\n"
+        for role, name in (("system", "system"), ("user", "user"), ("assistant", "assistant"), ("tool", "ipython"))
+    },
+    stop="<|eot_id|>",
+    begin="<|begin_of_text|>",
+)
+FORMATS = {"tiny": TINY, "chatml": CHATML, "chatml_no_thinking": CHATML_NO_THINKING, "llama3": LLAMA3}
 
 
 class Chat:
@@ -71,15 +85,21 @@ class Chat:
             )
         self.stop_id: int = stop
         self._tail = self._encode_format(chat_format.tail)
+        self._begin = self._encode_format(chat_format.begin)
+        self._reply_head = self._encode_format(chat_format.prefix["assistant"] + chat_format.opener)
         self._prefix = {role: self._encode_format(text) for role, text in chat_format.prefix.items()}
 
     @classmethod
-    def from_dir(cls, folder: Path | str) -> Chat:
-        """Loads ``tokenizer.json`` and picks the format whose stop token it knows."""
+    def from_dir(cls, folder: Path | str, name: str = "auto") -> Chat:
+        """Loads ``tokenizer.json`` with the format ``name``; ``auto`` is the first whose stop token it knows."""
         path = Path(folder) / "tokenizer.json"
         if not path.exists():
             raise ValueError(f"{folder} has no tokenizer.json; --base takes a Hugging Face checkpoint folder")
         tokenizer = Tokenizer.from_file(str(path))
+        if name != "auto":
+            if name not in FORMATS:
+                raise ValueError(f"unknown chat format {name!r}, expected auto or one of {', '.join(FORMATS)}")
+            return cls(tokenizer, FORMATS[name])
         for chat_format in FORMATS.values():
             if tokenizer.token_to_id(chat_format.stop) is not None:
                 return cls(tokenizer, chat_format)
@@ -102,12 +122,12 @@ class Chat:
 
     def opening(self, messages: list[Message]) -> list[int]:
         """The first prompt: the messages, then the head of the assistant's reply."""
-        return self.render(messages) + self._prefix["assistant"]
+        return self._begin + self.render(messages) + self._reply_head
 
     def after(self, finish: str, messages: list[Message]) -> list[int]:
         """What follows a sampled reply: the end it did not sample itself, new messages, the head of the next reply."""
         closing = self._tail if finish == "stop" else [self.stop_id, *self._tail]
-        return closing + self.render(messages) + self._prefix["assistant"]
+        return closing + self.render(messages) + self._reply_head
 
     def text_of(self, ids: list[int]) -> str:
         """Text of a sampled reply, without its stop token. Other special tokens stay visible (they are garbage)."""

@@ -1,7 +1,8 @@
 """Harnesses: how a trial is shown to the policy and what its replies do.
 
-All speak one compact form. A reply is a step number and one command (``2 mv a.txt b``), or ``done``. A harness is one
-class: ``opening`` makes the first messages, ``react`` turns a reply into an observation or the end of the trial.
+Those here speak one compact form: a reply is a step number and one command (``2 mv a.txt b``), or ``done``. A harness is
+one class, in a file of its own or here: ``opening`` makes the first messages, ``react`` turns a reply into an observation
+or the end of the trial. ``harness_terminus.py`` shows one that speaks JSON.
 """
 
 from __future__ import annotations
@@ -122,7 +123,13 @@ class Retry(General):
         return await super().react(reply, trial)
 
 
-HARNESSES: dict[str, Callable[[], Harness]] = {h.name: h for h in (General, Stateful, Retry)}
+def _terminus() -> Harness:
+    from .harness_terminus import Terminus  # imports this module
+
+    return Terminus()
+
+
+HARNESSES: dict[str, Callable[[], Harness]] = {h.name: h for h in (General, Stateful, Retry)} | {"terminus": _terminus}
 
 
 def make_harness(name: str) -> Harness:
