@@ -6,7 +6,8 @@ Each pair computes the same numbers (checked before anything is timed) in one pr
 the peer in turn, N times; each round gives one ratio peer / ours of processor time (not of the clock: a busy machine
 counts what the process used), and the table shows the median ratio, its lowest and highest round, and the peak of the
 bytes that operators allocate as a share of the peer's. Peers are written here in the form of the named project (no
-padding, whitening or logging around them), or called where they install: Liger is optional (`pip install -e .[bench]`).
+padding, whitening or logging around them), or called where they are installed: Liger is optional
+(`pip install -e '.[bench]'`). cut_cross_entropy and verl's kernel need a GPU: scripts/gpu_check.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def logprob_pairs(num_tokens: int, hidden_size: int, vocab: int) -> list[Pair]:
             lambda: -F.linear_cross_entropy(hidden, weight, targets, reduction="none"), hidden, weight)))
     liger = liger_linear(hidden, weight, targets)
     if liger is not None:
-        peers.append(("Liger, CPU", with_grads(liger, hidden, weight)))
+        peers.append(("Liger (its CPU form)", with_grads(liger, hidden, weight)))
     pairs = [Pair(f"logprob {shape}", "log_softmax, gather", with_grads(lambda: logprob(logits, targets)[0], logits),
                   with_grads(lambda: gathered(logits), logits))]
     for name, peer in peers:
@@ -154,25 +155,19 @@ def logprob_pairs(num_tokens: int, hidden_size: int, vocab: int) -> list[Pair]:
 
 
 def liger_linear(hidden: Tensor, weight: Tensor, targets: Tensor) -> Callable[[], Tensor] | None:
-    """Liger's fused linear cross entropy where it is installed and runs on the CPU; says so where it does not."""
+    """Liger's token log-prob, which falls back to torch on the CPU; None where it is not installed."""
     try:
-        module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
-        function = module.LigerFusedLinearCrossEntropyFunction
-
-        def run() -> Tensor:
-            return -function.apply(hidden, weight, targets, None, None, -100, 0.0, 0.0, "none")[0]
-
-        run()
-    except Exception as error:  # an optional peer: whatever it fails with is a printed line, not a failed benchmark
-        print(f"Liger is left out: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", flush=True)
+        module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    except ImportError as error:
+        print(f"Liger is left out: {error}", flush=True)
         return None
-    return run
+    return lambda: -module.LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, targets)
 
 
 # -------------------------------------------------------------------------------------------------------- PPO loss
 
 
-def ppo_pairs(num: int) -> list[Pair]:
+def ppo_pairs(num: int, impl: str = "auto") -> list[Pair]:
     old, advantages, returns, old_values = (torch.randn(num) for _ in range(4))
     new = (old + 0.1 * torch.randn(num)).requires_grad_()
     values = (old_values + 0.2 * torch.randn(num)).requires_grad_()
@@ -180,7 +175,7 @@ def ppo_pairs(num: int) -> list[Pair]:
 
     def ours() -> tuple[Tensor, ...]:
         loss, _ = ppo_loss(new, old, advantages, mask, values=values, old_values=old_values, returns=returns,
-                           num_tokens_global=num)
+                           num_tokens_global=num, impl=impl)
         return loss.detach(), *torch.autograd.grad(loss, (new, values))
 
     def unfused() -> tuple[Tensor, ...]:
