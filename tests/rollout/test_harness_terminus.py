@@ -87,7 +87,7 @@ def play(runner: asyncio.Runner, pool: SandboxPool, folder: Path, replies: list[
             await box.write_files(environment_files(task))
             trial, harness = BoxTrial(box, task, Limits(command_timeout_s=20.0)), make_harness("terminus")
             assert task.instruction in harness.opening(task)[0].text
-            return [await harness.react(reply, trial) for reply in replies], (await trial.verdict()).passed
+            return [await harness.react(reply, trial) for reply in replies], await trial.passes()
 
     return runner.run(go())
 

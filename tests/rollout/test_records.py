@@ -44,7 +44,7 @@ def test_an_errored_verdict_is_not_a_failed_one() -> None:
 
 @pytest.mark.parametrize("kind", list(ErrorKind))
 def test_what_trains_follows_the_table(kind: ErrorKind) -> None:
-    limits = {ErrorKind.AGENT_TIMEOUT, ErrorKind.TURN_LIMIT, ErrorKind.CONTEXT_LIMIT}
+    limits = {ErrorKind.AGENT_TIMEOUT, ErrorKind.TURN_LIMIT, ErrorKind.CONTEXT_LIMIT, ErrorKind.REPEATED}
     assert ERROR_POLICY[kind].trains == (kind in limits)
     assert trajectory(stop_reason=kind).trains == (kind in limits)
     assert not (ERROR_POLICY[kind].trains and not ERROR_POLICY[kind].grade), "what trains was graded"
