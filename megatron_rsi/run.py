@@ -10,8 +10,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -59,11 +58,8 @@ class Run:
         )  # fmt: skip
         self.suites = self._load_suites() if suites is None else suites
         self.base = Path(config.base) if config.base else self._make_base()
-        self.chat = Chat.from_dir(self.base, config.rollout.chat_format)
-        self.engine = make_engine(
-            config.engine, json.loads((self.base / "config.json").read_text()), world.device,
-            folder=folder / "logs" / f"sglang.{world.rank}", options=config.sglang, rank=world.rank,
-        )  # fmt: skip
+        self.chat = Chat.from_dir(self.base)
+        self.engine = make_engine(config.engine, json.loads((self.base / "config.json").read_text()), world.device)
 
     def _load_suites(self) -> dict[str, list[Task]]:
         tasks = self.config.tasks
@@ -118,15 +114,6 @@ class Run:
             tensors: Iterable[tuple[str, Tensor]]
             tensors = source.hf_tensors() if isinstance(source, Policy) else load_hf_dir(source)[1].items()
             self.engine.load_weights(tensors, self.version)
-            if self.config.engine.urls:  # ranks may share a server, to which one of them sent the weights
-                self.world.barrier()
-
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """The trainer's turn: the engine gives its memory back. It wakes by itself with the next weights or request."""
-        self.engine.sleep()
-        with self.log.timer("train"):
-            yield
 
     # ---- attempts
     def run_async(self, work: Coroutine[Any, Any, T]) -> T:

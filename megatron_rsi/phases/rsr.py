@@ -219,7 +219,7 @@ def fine_tune(ctx: Run, stage: str, parent: Path, target: Path, samples: Sequenc
         return target
     settings, world = ctx.config.rsr, ctx.world
     shape, tensors = load_hf_dir(parent)
-    with ctx.training():
+    with ctx.log.timer("train"):
         policy = Policy(shape, world, OptimizerConfig(kind="adamw"), megatron=ctx.config.megatron)
         policy.load_hf(tensors)
         sequences = [packing.Sample.of(t) for t in samples]
