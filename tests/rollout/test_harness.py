@@ -108,7 +108,8 @@ def test_the_opening_names_the_harness_and_holds_the_guidance(name: str, task: T
 
 
 def test_unknown_harness() -> None:
-    with pytest.raises(ValueError, match=r"unknown harness 'x', expected one of \['general', 'retry', 'stateful', 'terminus'\]"):
+    names = r"\['general', 'retry', 'stateful', 'terminus'\]"
+    with pytest.raises(ValueError, match=f"unknown harness 'x', expected one of {names}"):
         make_harness("x")
 
 
