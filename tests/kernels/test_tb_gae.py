@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rsi.kernels import tb_gae
+from megatron_rsi.kernels._count import LiveBytes
 
 
 def classic_gae(rewards, values, gamma, lambda_, end_value=0.0):
@@ -231,6 +232,18 @@ def test_long_inputs_take_the_blocked_scan_and_groups(monkeypatch, within, num_s
     np.testing.assert_allclose(wide, expected, atol=1e-9)
     single, _ = run(values, rewards, turns, mask, offsets, dtype=torch.float32, **parameters)
     np.testing.assert_allclose(single, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("num_sequences,within,bytes_per_token", [(1, 1.0, 13), (1, 0.9, 37), (16, 1.0, 13), (16, 0.9, 16)])
+def test_memory_is_bounded_by_a_group_or_the_longest_trajectory(num_sequences, within, bytes_per_token):
+    """8 bytes a token are the two results; turns of 1,000 tokens, half of them observations."""
+    num = 1 << 20
+    mask = torch.arange(num) // 500 % 2 == 1
+    arguments = [torch.randn(num), torch.zeros(num), mask, (torch.arange(num) // 1000).int(),
+                 torch.arange(num_sequences + 1) * (num // num_sequences)]
+    with LiveBytes() as seen:
+        tb_gae(*arguments, lambda_w=within)
+    assert 8 * num < seen.peak < bytes_per_token * num
 
 
 def test_rewards_inside_a_turn_reach_only_earlier_tokens():
