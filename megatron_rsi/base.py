@@ -9,14 +9,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor
-
 from . import batch as packing
-from .batch import PackedBatch
+from . import supervised
 from .checkpoint import export_hf
 from .corpus import batches, train_tokenizer
 from .parallel import World
-from .policy import ModelConfig, OptimizerConfig, Outputs, Policy
+from .policy import ModelConfig, OptimizerConfig, Policy
 from .rollout.chat import TINY, Chat
 from .settings import BaseTraining, Config
 from .weights import random_tensors
@@ -38,19 +36,11 @@ def rate(step: int, settings: BaseTraining) -> float:
     return min(1.0, (step + 1) / max(1, settings.warmup_steps), left)
 
 
-def next_token_loss(num_tokens: int) -> Callable[[Outputs, PackedBatch], tuple[Tensor, dict[str, Tensor]]]:
-    """Sum of -log p over masked tokens, divided by the global number of them."""
-
-    def loss(outputs: Outputs, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert outputs.logprob is not None
-        nll = -outputs.logprob.sum() / num_tokens
-        return nll, {"nll": nll.detach()}
-
-    return loss
-
-
 def make_base(config: Config, world: World, folder: Path, report: Callable[[int, int, float], None]) -> Path:
-    """Trains and writes ``folder`` (config.json, model.safetensors, tokenizer.json); returns it. Kept when it exists."""
+    """Trains and writes ``folder`` (config.json, model.safetensors, tokenizer.json); returns it. Kept when it exists.
+
+    ``report`` is called after every step with its number, the number of steps and the loss.
+    """
     if folder.exists():
         return folder
     settings = config.base_training
@@ -61,14 +51,17 @@ def make_base(config: Config, world: World, folder: Path, report: Callable[[int,
     policy = Policy(shape, world, OptimizerConfig(kind="muon", weight_decay=settings.weight_decay, muon_lr_ratio=ratio))
     policy.load_hf(random_tensors(shape, config.seed))
     draw = batches(chat, settings, config.seed, settings.steps, settings.batch_tokens, config.model.context)
-    for step in range(settings.steps):
-        sequences = [packing.Sample.plain(f"base/{step}/{n}", s.ids, s.mask) for n, s in enumerate(draw(step))]
-        num_tokens = sum(sum(s.mask) for s in sequences)
-        own = packing.make_batch(packing.split_dp(sequences, world.dp)[world.dp_rank])
-        metrics = policy.train_step([own], next_token_loss(num_tokens), settings.adamw_lr * rate(step, settings))
-        if (step + 1) % 100 == 0 or step + 1 == settings.steps:
-            report(step + 1, settings.steps, metrics["nll"])
+
+    def sequences(step: int) -> list[packing.Sample]:
+        return [packing.Sample.plain(f"base/{step}/{n}", s.ids, s.mask) for n, s in enumerate(draw(step))]
+
+    checkpoints = folder.with_name(f"{folder.name}_checkpoints")
+    supervised.fit(
+        policy, sequences, settings.steps, lambda step: settings.adamw_lr * rate(step, settings), checkpoints,
+        max(1, settings.steps // 5), lambda step, metrics: report(step, settings.steps, metrics["nll"]),
+    )  # fmt: skip
     export_hf(policy, folder, write_tokenizer(chat, folder.with_name(f"{folder.name}_tokenizer"), world))
+    supervised.clear(policy, checkpoints)
     return folder
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from .parallel import World
 from .policy import ModelConfig, Policy
+from .weights import check_tensors, rules
 
 DONE = "DONE"
 _LAYOUT = "layout.json"
@@ -64,7 +66,10 @@ def load(path: Path | str, world: World) -> dict[str, Any]:
     folder = Path(path)
     if not (folder / DONE).is_file():
         raise ValueError(f"{folder} is not a complete checkpoint: it has no {DONE} marker")
-    saved = json.loads((folder / _LAYOUT).read_text())
+    try:
+        saved = msgspec.json.decode((folder / _LAYOUT).read_bytes(), type=dict[str, int])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(f"{folder / _LAYOUT} is damaged ({error}): remove {folder} to go on from the one before") from None
     here = {"size": world.size, "tp": world.tp, "pp": world.pp}
     if saved != here:
         raise ValueError(
@@ -203,26 +208,49 @@ def _write_hf(policy: Policy, part: Path, final: Path, tensors: dict[str, Tensor
 def load_hf_dir(directory: Path | str) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Config and full tensors of a Hugging Face folder, with one weight file or shards and an index.
 
-    Raises ValueError, naming the file, when the folder, its config, a shard or a tensor listed by the index is missing
-    or unreadable.
+    Raises ValueError, naming the file, when the folder, its config, a shard or a tensor is missing, unreadable, of a
+    shape that the config does not say, or not finite.
     """
-    folder = Path(directory)
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise ValueError(f"{folder} is not a Hugging Face checkpoint: no config.json")
+    config, tensors = read_hf_config(directory), _read_weights(Path(directory))
+    used = dict(tensors)
+    value_head = "value_head.weight" in tensors
+    if value_head or config.tie_word_embeddings:
+        used.pop("lm_head.weight", None)
     try:
-        config = ModelConfig.from_hf(json.loads(config_file.read_text()))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{config_file} is not valid JSON: {error}") from error
+        check_tensors(rules(config, value_head), used)
+    except ValueError as error:
+        raise ValueError(f"checkpoint {directory}: {error}") from None
+    return config, tensors
+
+
+def read_hf_config(directory: Path | str) -> ModelConfig:
+    """``config.json`` of a Hugging Face folder. Raises ValueError, naming the file, when it is missing or no such config."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} is not a Hugging Face checkpoint: no config.json")
+    try:
+        return ModelConfig.from_hf(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the configuration of a model: {error}") from None
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return config, _read_safetensors(folder / "model.safetensors")
-    placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return _read_safetensors(folder / "model.safetensors")
+    try:
+        placed = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{index} is not an index of weight files: {error}") from None
     tensors = {n: t for file in sorted(set(placed.values())) for n, t in _read_safetensors(folder / file).items()}
     absent = sorted(placed.keys() - tensors.keys())
     if absent:
         raise ValueError(f"{index} lists tensors that its files do not hold: {', '.join(absent[:5])}")
-    return config, tensors
+    return tensors
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -2,14 +2,13 @@
 
 Configuration is a preset and overrides, in any command that takes one:
 
-    torchrun --standalone --nproc-per-node 2 -m megatron_rsi train --preset tiny --seed 3 rpr.updates=4 world.tp=2
+    torchrun --standalone --nproc-per-node 2 -m megatron_rsi train --preset tiny --seed 3 rpr.updates=4
 
 A mistake of the user ends with one line on stderr and exit code 2, an interrupt with 130.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import sys
@@ -21,9 +20,9 @@ from typing import Annotated, Any
 import tyro
 from tyro.extras import subcommand_cli_from_dict
 
-from megatron_rsi.sandbox.base import SandboxError
-
 from .config import Config, load
+from .rollout.errors import EngineError
+from .sandbox.base import SandboxError
 
 Overrides = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="KEY=VALUE")]
 Folders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
@@ -108,7 +107,7 @@ def collect(
     tasks: str,
     out: str,
     preset: str = "tiny",
-    harness: str = "general",
+    harness: str | None = None,
     samples: int = 1,
     seed: int | None = None,
     overrides: Overrides = (),
@@ -118,17 +117,18 @@ def collect(
     Args:
         checkpoint: Folder of the model in Hugging Face format.
         tasks: Folder with Harbor task folders.
-        out: JSONL file to append to; attempts that it already holds are not run again.
+        out: JSONL file to append to; what it already holds of this checkpoint, tasks and settings is not run again.
         preset: TOML file, or name of a preset in scripts/presets.
-        harness: Harness of the attempts.
+        harness: Harness of the attempts (default: the first of rollout.harnesses).
         samples: Attempts a task.
         seed: Seed of the sampling.
         overrides: Dotted overrides of the configuration, key=value.
     """
     config = _config(preset, None, seed, None, overrides)
     _check_checkpoint(checkpoint)
-    from .train import collect as run_collect
+    from .evaluation import collect as run_collect
 
+    harness = harness or config.rollout.harnesses[0]
     run_collect(config, Path(checkpoint), Path(tasks), Path(out), harness=harness, samples=samples)
 
 
@@ -145,18 +145,17 @@ def evaluate(
     Args:
         checkpoint: Folder of the model in Hugging Face format.
         suites: Folder whose sub-folders are suites (core, ladder_4, ..., long), or one suite.
-        out: Folder for the trajectories and results.json; without it only the table is printed.
+        out: Folder for attempts.jsonl and results.json; without it only the table is printed.
         preset: TOML file, or name of a preset in scripts/presets.
         seed: Seed of the sampling.
         overrides: Dotted overrides of the configuration, key=value.
     """
     config = _config(preset, None, seed, None, overrides)
     _check_checkpoint(checkpoint)
-    from .report import success_grid
-    from .train import evaluate as run_evaluate
+    from .evaluation import evaluate as run_evaluate
+    from .report import suite_grid
 
-    results = run_evaluate(config, Path(checkpoint), Path(suites), Path(out) if out else None)
-    _console().print(success_grid(results).rich())
+    _console().print(suite_grid(run_evaluate(config, Path(checkpoint), Path(suites), Path(out) if out else None)).rich())
 
 
 def tasks_generate(
@@ -350,11 +349,11 @@ def run_command(arguments: Sequence[str]) -> int:
         return _fail(str(error))
     except SandboxError as error:
         return _fail(f"sandbox: {error}")
+    except EngineError as error:
+        return _fail(f"policy engine: {error}")
     except ModuleNotFoundError as error:
         return _fail(f"the Python package {error.name!r} is not installed; `megatron-rsi doctor` says what needs it")
-    except OSError as error:
-        if error.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            raise
+    except OSError as error:  # a full disk, no permission, a path that is too long or not a folder
         what = f"{error.strerror}: {error.filename or 'the run folder'}" if error.errno else str(error)
         return _fail(f"{what}; what was finished before is kept")
     except KeyboardInterrupt:

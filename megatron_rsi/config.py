@@ -318,9 +318,20 @@ def save_provenance(run_dir: Path | str, config: Config, argv: Sequence[str]) ->
     return resumed
 
 
+class _Launches(msgspec.Struct):
+    launches: list[dict[str, typing.Any]]
+
+
+def _read_launches(path: Path) -> list[dict[str, typing.Any]]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Launches).launches
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}): move it away to go on without the record of earlier launches") from None
+
+
 def _record_launch(folder: Path, argv: Sequence[str]) -> None:
     environment = folder / "env.json"
-    launches = json.loads(environment.read_text())["launches"] if environment.is_file() else []
+    launches = _read_launches(environment) if environment.is_file() else []
     diff = _git("diff", "HEAD") or ""
     digest = hashlib.sha256(diff.encode()).hexdigest()
     launch = {
@@ -335,9 +346,9 @@ def _record_launch(folder: Path, argv: Sequence[str]) -> None:
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": _versions(),
     }
-    if not launches or launches[-1]["diff_sha256"] != launch["diff_sha256"]:
+    if not launches or launches[-1].get("diff_sha256") != launch["diff_sha256"]:
         write_atomic(folder / (f"source.{len(launches)}.diff" if launches else "source.diff"), diff)
     launches.append(launch)
     write_atomic(environment, json.dumps({"launches": launches}, indent=1) + "\n")
-    commands = "".join(f"{entry['time']}  {' '.join(entry['argv'])}\n" for entry in launches)
+    commands = "".join(f"{entry.get('time')}  {' '.join(entry.get('argv', []))}\n" for entry in launches)
     write_atomic(folder / "command.txt", commands)

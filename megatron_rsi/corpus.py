@@ -228,13 +228,16 @@ def train_tokenizer(seed: int, settings: Curriculum, vocab_size: int) -> Tokeniz
     )
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|pad|>", TINY.stop, *TINY.prefix.values()]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(specials) + len(alphabet):
+        raise ValueError(f"model.vocab_size must be {len(specials) + len(alphabet)} or more, got {vocab_size}")
     tokenizer.train_from_iterator(
         texts,
         trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=specials,
             show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            initial_alphabet=alphabet,
         ),
     )
     return tokenizer

@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display needed
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import PercentFormatter  # noqa: E402
+from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: E402
 
 from .log import PARTS  # noqa: E402
 from .results import Results  # noqa: E402
@@ -139,6 +139,7 @@ def learning_curves(records: Sequence[Mapping[str, object]], path: Path) -> Path
     for axes, (key, title) in zip(grid.flat, shown, strict=False):
         _style(axes, title)
         offset = 0
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         for n, stage in enumerate(stages):
             mine = [r for r in records if r["stage"] == stage]
             points = [(offset + i, float(v)) for i, r in enumerate(mine) if isinstance(v := r.get(key), int | float)]

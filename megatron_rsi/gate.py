@@ -7,11 +7,11 @@ d_i = a_i - b_i. Under the null hypothesis "the stage did no harm" each d_i is a
 
 For single attempts (d_i in {-1, 0, 1}) and no ties this is McNemar's exact test.
 
-**Rule.** A stage is rolled back iff p <= alpha / number of stages, else adopted. So no stage is kept that is worse than
-its predecessor by more than noise, and over the whole run a harmless stage is lost to noise with probability <= alpha
-(Bonferroni: one alpha, shared by all stages). The drop that noise of this size can hide, ``margin``, stands in the
-decision beside the verdict; ``gate.samples`` and ``tasks.num_validation`` make it smaller. Too few tasks to tell is a
-roll-back as well: unmeasured is not adopted.
+**Rule.** A stage is compared with every adopted stage before it, not only with the one that it started from: small losses,
+each within noise, must not add up. It is rolled back iff one of these p is <= alpha / (number of stages x number of its
+comparisons), else adopted. So over the whole run a harmless stage is lost to noise with probability <= alpha (Bonferroni).
+The drop that noise of this size can hide, ``margin``, stands in the decision beside the verdict; ``gate.samples`` and
+``tasks.num_validation`` make it smaller. Too few tasks to tell is a roll-back as well: unmeasured is not adopted.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class GateDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The decision and what it rests on; stored as gate.json. All rates are strict success in [0, 1]."""
 
     stage: str
+    against: str = ""  # the earlier stage of this comparison
     adopted: bool
     reason: str
     num_tasks: int
@@ -102,6 +103,7 @@ def decide(
     *,
     min_tasks: int = 1,
     stage: str = "",
+    against: str = "",
 ) -> GateDecision:
     """Applies the rule to task id -> mean strict success over the attempts of that task that have a valid verdict.
 
@@ -121,8 +123,9 @@ def decide(
     adopted = enough and p > alpha_share
     return GateDecision(
         stage=stage,
+        against=against,
         adopted=adopted,
-        reason=_reason(adopted, enough, num, min_tasks, mean, p, alpha_share),
+        reason=_reason(adopted, enough, num, min_tasks, mean, p, alpha_share, against),
         num_tasks=num,
         before=sum(before.values()) / num if num else 0.0,
         after=sum(after.values()) / num if num else 0.0,
@@ -136,6 +139,28 @@ def decide(
     )
 
 
+def decide_stage(
+    earlier: Mapping[str, Mapping[str, float]], after: Mapping[str, float], alpha_share: float, *, min_tasks: int, stage: str
+) -> GateDecision:
+    """The rule for a stage: ``earlier`` holds the rates of every adopted stage before it, its parent last.
+
+    Only tasks with a verdict on both sides are compared. Returns the comparison that rolls the stage back, else the one
+    with its parent. Raises ValueError when there is no earlier stage.
+    """
+    if not earlier:
+        raise ValueError("the gate needs at least one earlier stage, the base")
+    decisions = []
+    for name, before in earlier.items():
+        common = before.keys() & after.keys()
+        decisions.append(
+            decide(
+                {task: before[task] for task in common}, {task: after[task] for task in common},
+                alpha_share / len(earlier), min_tasks=min_tasks, stage=stage, against=name,
+            )
+        )  # fmt: skip
+    return ([d for d in decisions if not d.adopted] or decisions)[-1]
+
+
 def _standard_error(differences: list[float]) -> float:
     """Of the mean of the paired differences; 0 for fewer than two."""
     n = len(differences)
@@ -146,9 +171,10 @@ def _standard_error(differences: list[float]) -> float:
 
 
 def _reason(
-    adopted: bool, enough: bool, num: int, min_tasks: int, mean: float, p: float, alpha_share: float
+    adopted: bool, enough: bool, num: int, min_tasks: int, mean: float, p: float, alpha_share: float, against: str
 ) -> str:
-    change = f"{100 * mean:+.1f} points on {num} paired tasks (p of no harm {p:.3g}, stage's alpha {alpha_share:.3g})"
+    change = f"{100 * mean:+.1f} points" + (f" against {against}" if against else "")
+    change += f" on {num} paired tasks (p of no harm {p:.3g}, alpha {alpha_share:.3g})"
     if not enough:
         return f"rolled back: only {num} tasks could be compared, {min_tasks} are needed"
     if not adopted:

@@ -19,13 +19,15 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .config import write_atomic
 
 PARTS = ("generate", "sandbox", "train", "sync", "evaluate", "other")  # of the time report, in this order
 PRINT_EVERY_S = 10.0  # of a progress bar where there is no terminal
@@ -176,7 +178,10 @@ class Bar:
         self._task = progress.add_task(text, total=total) if progress else None
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        self._done += count
+        self.reach(self._done + count, note)
+
+    def reach(self, done: int, note: str = "") -> None:
+        count, self._done = done - self._done, done
         now = time.perf_counter()
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=count, description=f"{self._text} {note}".rstrip())
@@ -259,6 +264,27 @@ class Log:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+
+
+def set_aside_metrics(path: Path, target: Path, stages: Sequence[str]) -> None:
+    """Moves the records of some stages, their evaluation and critic rounds included, from one metrics.jsonl to another."""
+    if not path.exists():
+        return
+    names = {variant for stage in stages for variant in (stage, f"eval.{stage}", f"{stage}.critic")}
+    lines = path.read_text().splitlines(keepends=True)
+    moved = [line for line in lines if line.endswith("\n") and msgspec.json.decode(line).get("stage") in names]
+    write_atomic(target, "".join(moved))
+    write_atomic(path, "".join(line for line in lines if line not in set(moved)))
+
+
+def wall_seconds(path: Path) -> dict[str, float]:
+    """Stage -> wall-clock seconds, all launches together. A launch that was killed does not count: it wrote no time."""
+    seconds: dict[str, float] = {}
+    for record in read_metrics(path):
+        if record.get("kind") == "time":
+            stage = str(record["stage"])
+            seconds[stage] = seconds.get(stage, 0.0) + _float(record["wall_s"])
+    return seconds
 
 
 def read_metrics(path: Path | str) -> list[dict[str, object]]:

@@ -26,6 +26,7 @@ from .batch import PackedBatch
 from .cpu_adaptation import cuda_lookalike
 from .kernels import linear_logprob
 from .model import HiddenStates, PackedLayout, build_model, head_weight, packed_layout, vocab_start
+from .muon import Muon
 from .parallel import World
 from .weights import ModelConfig
 
@@ -145,7 +146,7 @@ class Policy:
         given = dict(tensors.items() if isinstance(tensors, Mapping) else tensors)
         if self.value_head or self.config.tie_word_embeddings:
             given.pop("lm_head.weight", None)
-        self._check_names(given)
+        tables.check_tensors(self._rules, given)
         for rule in self._rules:
             parameter = self._local(rule)
             if parameter is not None:
@@ -155,15 +156,6 @@ class Policy:
             shards = given["model.embed_tokens.weight"].chunk(self.world.tp)
             self.model.output_layer.weight.copy_(shards[self.world.tp_rank])
         self.optimizer.reload_model_params()
-
-    def _check_names(self, given: Mapping[str, Tensor]) -> None:
-        expected = {n: s for rule in self._rules for n, s in zip(rule.names, rule.shapes, strict=True)}
-        missing, unexpected = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
-        if missing or unexpected:
-            raise ValueError(f"weights do not fit the model: missing {_some(missing)}, unexpected {_some(unexpected)}")
-        for name, shape in expected.items():
-            if tuple(given[name].shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(given[name].shape)}, the model needs {shape}")
 
     def _local(self, rule: tables.Rule) -> Tensor | None:
         """This rank's parameter of a rule, None when another stage holds it."""
@@ -413,7 +405,7 @@ class Policy:
             raise ValueError(f"state was saved with {state['layout']}, this policy has {self.layout}")
         if state["model"].keys() != self._parameters.keys():
             odd = sorted(state["model"].keys() ^ self._parameters.keys())
-            raise ValueError(f"state and model differ in parameters: {_some(odd)}")
+            raise ValueError(f"state and model differ in parameters: {tables.some(odd)}")
         for name, parameter in self._parameters.items():
             parameter.copy_(state["model"][name])
         for optimizer, saved in zip(self._torch_optimizers(), state["optimizer"], strict=True):
@@ -465,11 +457,6 @@ def _reducer(name: str) -> str:
     return {"_max": "max", "_min": "min"}.get(name[-4:], "sum")
 
 
-def _some(names: Sequence[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "none") + more
-
-
 def _sum_gradients(model: list, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's reduction over dp, tied embeddings and q/k norms, without its division by the token count."""
     finalize_model_grads(model, None, **kwargs)
@@ -503,7 +490,7 @@ def _build_muon(config: OptimizerConfig, settings: MegatronOptimizerConfig, mode
     named = list(model.named_parameters())
     matrices = [p for n, p in named if p.dim() == 2 and ".layers." in n]
     others = [p for n, p in named if not (p.dim() == 2 and ".layers." in n)]
-    muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=config.weight_decay, momentum=config.muon_momentum)
+    muon = Muon(matrices, lr=0.0, weight_decay=config.weight_decay, momentum=config.muon_momentum)
     adamw = torch.optim.AdamW(others, lr=0.0, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True)
     muon.param_groups[0]["lr_mult"] = config.muon_lr_ratio
     return ChainedOptimizer([FP32Optimizer(o, settings, lambda *_: None) for o in (muon, adamw)])

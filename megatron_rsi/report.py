@@ -114,6 +114,17 @@ def detail_grid(results: Results) -> Grid:
     return Grid("Every suite of every stage", header, rows)
 
 
+def suite_grid(stage: StageResult) -> Grid:
+    """One stage, a row a suite; fits 80 columns."""
+    rows = [
+        [name, str(r.n), _strict(r), _percent(r.partial), _mean(r.turns), _mean(r.tokens)]
+        for name in sort_suites(set(stage.suites))
+        for r in [stage.suites[name]]
+    ]
+    header = ["suite", "attempts", "strict % [95 %]", "checks %", "turns", "tokens"]
+    return Grid(f"Strict success of {stage.name}", header, rows)
+
+
 def _mean(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
@@ -165,6 +176,8 @@ def gate_grid(run_dir: Path, notes: list[str]) -> Grid:
 
 def headline(results: Results) -> str:
     """First against last standing model on the core suite (or the first suite there is)."""
+    if not results.suites:
+        return "no suite has been measured"
     name = "core" if "core" in results.suites else results.suites[0]
     standing = [s for s in results.standing() if name in s.suites]
     first, last = standing[0].suites[name], standing[-1].suites[name]

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from .config import write_atomic
+
 
 class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
     """``strict``: share of ``n`` attempts that passed every check; ``partial``: mean fraction of checks passed.
@@ -82,6 +84,12 @@ def read_results(run_dir: Path | str) -> Results:
     if not results.stages:
         raise ValueError(f"{path} holds no stage yet")
     return results
+
+
+def save_results(results: Results, folder: Path | str) -> None:
+    """Writes results.json, whole or not at all."""
+    text = msgspec.json.format(msgspec.json.encode(results), indent=1).decode()
+    write_atomic(Path(folder) / "results.json", text + "\n")
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:

@@ -7,9 +7,9 @@ its share of the attempts and writes its own file; all ranks then read the union
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -17,12 +17,12 @@ from typing import IO, Any, TypeVar
 from torch import Tensor
 
 from .base import make_base
-from .checkpoint import load_hf_dir
+from .checkpoint import load_hf_dir, read_hf_config
 from .log import Log
 from .parallel import World
-from .policy import Policy
+from .policy import ModelConfig, Policy
 from .rollout.chat import Chat
-from .rollout.collect import Attempt, Collector, Counters, Limits
+from .rollout.collect import Attempt, Collector, Counters, Limits, settled
 from .rollout.engines import make_engine
 from .rollout.records import Task, Trajectory
 from .rollout.reward import SuccessPrioritizedReward
@@ -43,6 +43,7 @@ class Run:
     ):
         self.config, self.world, self.log, self.folder = config, world, log, folder
         self.version = 0
+        self.writer: int | None = world.rank  # of this process's files; none: the only writer
         self.owner: IO[str] | None = None  # the lock of the run folder, on the first rank
         self._runner = asyncio.Runner()
         self._pool: SandboxPool | None = None
@@ -59,7 +60,8 @@ class Run:
         self.suites = self._load_suites() if suites is None else suites
         self.base = Path(config.base) if config.base else self._make_base()
         self.chat = Chat.from_dir(self.base)
-        self.engine = make_engine(config.engine, json.loads((self.base / "config.json").read_text()), world.device)
+        shape = self._check_fit()
+        self.engine = make_engine(config.engine, shape.to_hf(), world.device)
 
     def _load_suites(self) -> dict[str, list[Task]]:
         tasks = self.config.tasks
@@ -84,11 +86,31 @@ class Run:
         return suites
 
     def _make_base(self) -> Path:
-        with self.log.timer("train"):
+        with self.log.timer("train"), self.log.progress("base", self.config.base_training.steps) as bar:
             return make_base(
-                self.config, self.world, self.folder / "base",
-                lambda step, total, loss: self.log.info(f"base {step}/{total}  loss {loss:.3f}"),
-            )  # fmt: skip
+                self.config, self.world, self.folder / "base", lambda step, _, loss: bar.reach(step, f"loss {loss:.3f}")
+            )
+
+    def _check_fit(self) -> ModelConfig:
+        """The model's shape. ValueError when tokenizer, model and configuration do not fit together."""
+        shape, num_tokens = read_hf_config(self.base), self.chat.tokenizer.get_vocab_size(with_added_tokens=True)
+        if num_tokens > shape.vocab_size:
+            raise ValueError(
+                f"{self.base}: its tokenizer has {num_tokens} tokens but the model's vocab_size is {shape.vocab_size}; "
+                "tokenizer.json belongs to another model"
+            )
+        context = self.config.engine.context
+        if context > shape.max_position_embeddings:
+            raise ValueError(
+                f"engine.context ({context}) exceeds the model's max_position_embeddings ({shape.max_position_embeddings}) "
+                f"in {self.base}/config.json; lower engine.context"
+            )
+        return shape
+
+    @property
+    def deployment_harness(self) -> str:
+        """The harness of evaluation, guided execution and PPO; RSR discovers with all of ``rollout.harnesses``."""
+        return self.config.rollout.harnesses[0]
 
     @property
     def report_suites(self) -> list[str]:
@@ -124,17 +146,20 @@ class Run:
             s = self.config.sandbox
             spec = SandboxSpec(memory_mb=s.memory_mb, max_processes=s.max_processes, image=s.image)
             self._pool = await SandboxPool(s.kind, self.limits.concurrency, spec, s.scratch).__aenter__()
+            async with self._pool.lease():  # a machine that cannot start one box is told before any attempt is made
+                pass
         return self._pool
 
     def collect(
         self, folder: Path, name: str, attempts: Sequence[Attempt], text: str, part: str = "generate"
     ) -> list[Trajectory]:
-        """Runs the attempts that are not in the store yet, each rank its share. Returns all of them, in order.
+        """Runs the attempts that are not settled in the store yet, each rank its share. Returns all of them, in order.
 
         Sandbox time is what passed while the engine had nothing to do; under ``part="evaluate"`` all time counts there.
+        Raises ValueError when not one attempt got a verdict: there is nothing to go on with.
         """
-        store = Store(folder, name, Trajectory, self.world.rank)
-        done = {t.attempt_id for t in store.read()}
+        store = Store(folder, name, Trajectory, self.writer)
+        done = settled(store.read())
         self.world.barrier()  # every rank has read before any rank writes, so all agree on what is left
         left = [a for a in attempts if a.attempt_id not in done]
         began, busy = time.perf_counter(), getattr(self.engine, "busy_s", 0.0)
@@ -148,10 +173,11 @@ class Run:
         if part == "generate":
             generating = getattr(self.engine, "busy_s", 0.0) - busy
             self.log.timer.move("generate", "sandbox", max(0.0, time.perf_counter() - began - generating))
-        by_id: dict[str, Trajectory] = {}
-        for trajectory in store.read():
-            by_id.setdefault(trajectory.attempt_id, trajectory)
-        return [by_id[a.attempt_id] for a in attempts]
+        records = store.read()
+        by_id = {t.attempt_id: t for t in records} | settled(records)
+        found = [by_id[a.attempt_id] for a in attempts]
+        _require_a_verdict(found, text)
+        return found
 
     async def _collect(self, attempts: list[Attempt], store: Store[Trajectory], bar: Any) -> None:
         if not attempts:
@@ -173,6 +199,17 @@ class Run:
         middle = len(tasks) // 2
         num_long = round(number * long_share)
         return _draw(rng, tasks[:middle] or tasks, number - num_long) + _draw(rng, tasks[middle:] or tasks, num_long)
+
+
+def _require_a_verdict(trajectories: Sequence[Trajectory], text: str) -> None:
+    if not trajectories or any(t.verdict.error is None for t in trajectories):
+        return
+    kinds = Counter(str(t.verdict.error) for t in trajectories)
+    last = trajectories[-1]
+    raise ValueError(
+        f"{text}: not one of {len(trajectories)} attempts got a verdict "
+        f"({', '.join(f'{kind} {n}' for kind, n in kinds.most_common())}). The last, {last.attempt_id}: {last.verdict.message}"
+    )
 
 
 def _draw(rng: random.Random, tasks: list[Task], number: int) -> list[Task]:

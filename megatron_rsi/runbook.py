@@ -7,6 +7,7 @@ that only the secret files know, or a protected path. Secrets are a task's tests
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,9 +24,15 @@ from .rollout.tasks import environment_files
 MAX_RUNBOOK_CHARS = 2000
 CODE_NGRAM = 8  # tokens
 RUNBOOK_NGRAM = 8  # words of a runbook that may not stand in a sample
-LITERAL = re.compile(r"[A-Za-z0-9_]{6,}")
-WORD = re.compile(r"\w+|[^\w\s]")
+PROSE_NGRAM = 13  # words
+LITERAL = re.compile(r"\d[\d.,:-]{4,}\d|\w{6,}")
+QUOTED = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'")
+COMMAND = re.compile(r"\$\([^()\n]*\)")  # a command inside quotes is code
+OPTION = re.compile(r"(?<!\S)--?[A-Za-z][\w-]*")
+TOKEN = re.compile(r"\w+|[^\w\s]")
 HARNESS_ARTEFACTS = ("not passed", "state check", "state work", "<|")
+# Tools of other agent programs, which no harness here has.
+FOREIGN_TOOLS = re.compile(r"\b(?:web_search|browser_\w+|str_replace_\w+|apply_patch|ask_user|execute_bash)\b")
 
 
 def plan_prompt(instruction: str, replies: Iterable[str]) -> list[Message]:
@@ -53,38 +60,52 @@ def parse_review(reply: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Secrets:
-    """What only the task's files know: word n-grams, literals, canaries. ``tools`` are program names, which are no secret."""
+    """What only the task's files know, public text taken out: token and word n-grams, literals, canaries."""
 
     ngrams: frozenset[tuple[str, ...]]
+    prose: frozenset[tuple[str, ...]]
     literals: frozenset[str]
     canaries: frozenset[str]
 
 
 def ngrams(text: str, size: int) -> set[tuple[str, ...]]:
-    words = WORD.findall(text)
+    words = TOKEN.findall(text)
     return {tuple(words[i : i + size]) for i in range(len(words) - size + 1)}
+
+
+def prose(text: str) -> set[tuple[str, ...]]:
+    """13-word n-grams, blind to case and punctuation."""
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + PROSE_NGRAM]) for i in range(len(words) - PROSE_NGRAM + 1)}
+
+
+def literals(text: str) -> set[str]:
+    """Numbers, words and hashes of 6 and more characters."""
+    return set(LITERAL.findall(text))
+
+
+def values(code: str) -> set[str]:
+    """Literals that are values in a script: those with a digit, and those between quotes. Names of programs are none."""
+    quoted = " ".join(QUOTED.findall(COMMAND.sub(" ", code)))
+    return literals(quoted) | {word for word in literals(code) if any(c.isdigit() for c in word)}
+
+
+@lru_cache(maxsize=4096)
+def is_program(word: str) -> bool:
+    return shutil.which(word) is not None
 
 
 @lru_cache(maxsize=4096)
 def secrets_of(path: str, instruction: str, start_files: tuple[tuple[str, bytes], ...]) -> Secrets:
-    texts = [
-        p.read_text(errors="replace")
-        for name in ("tests", "solution")
-        for p in sorted((Path(path) / name).rglob("*"))
-        if p.is_file()
-    ]
-    texts += [data.decode(errors="replace") for _, data in start_files]
-    solution = (
-        (Path(path) / "solution" / "solve.sh").read_text(errors="replace")
-        if (Path(path) / "solution/solve.sh").exists()
-        else ""
-    )
-    tools = {line.split()[0] for line in solution.splitlines() if line.split()}
-    public = set(LITERAL.findall(instruction)) | tools
+    files = [p for name in ("tests", "solution") for p in sorted((Path(path) / name).rglob("*")) if p.is_file()]
+    scripts = [p.read_text(errors="replace") for p in files]
+    start = [data.decode(errors="replace") for _, data in start_files]
+    hidden = {word for text in scripts for word in values(text)} | {word for text in start for word in literals(text)}
     return Secrets(
-        ngrams=frozenset(n for t in texts for n in ngrams(t, CODE_NGRAM)) - frozenset(ngrams(instruction, CODE_NGRAM)),
-        literals=frozenset(word for t in texts for word in LITERAL.findall(t)) - frozenset(public),
-        canaries=frozenset(hit for t in texts for hit in CANARY.findall(t)),
+        ngrams=frozenset(n for t in scripts + start for n in ngrams(t, CODE_NGRAM) - ngrams(instruction, CODE_NGRAM)),
+        prose=frozenset(n for t in scripts + start for n in prose(t) - prose(instruction)),
+        literals=frozenset(word for word in hidden - literals(instruction) if not is_program(word)),
+        canaries=frozenset(hit for t in scripts for hit in CANARY.findall(t)),
     )
 
 
@@ -94,22 +115,15 @@ def secrets(task: Task) -> Secrets:
 
 def screen_runbook(text: str, task: Task) -> list[str]:
     """Deterministic review. Returns the reasons to reject, [] when it is clean."""
-    reasons = []
-    hidden = secrets(task)
-    if (
-        not text.strip()
-        or len(text) > MAX_RUNBOOK_CHARS
-        or not text.isprintable()
-        and any(not c.isprintable() and c != "\n" for c in text)
-    ):
+    reasons, hidden = [], secrets(task)
+    if not text.strip() or len(text) > MAX_RUNBOOK_CHARS or not text.replace("\n", "").isprintable():
         reasons.append("format")
     if any(mark in text for mark in HARNESS_ARTEFACTS):
         reasons.append("harness")
-    if (
-        any(c in text for c in hidden.canaries)
-        or ngrams(text, CODE_NGRAM) & hidden.ngrams
-        or hidden.literals & set(LITERAL.findall(text))
-    ):
+    if FOREIGN_TOOLS.search(text):
+        reasons.append("tool")
+    copied = ngrams(text, CODE_NGRAM) & hidden.ngrams or prose(text) & hidden.prose or literals(text) & hidden.literals
+    if copied or any(c in text for c in hidden.canaries):
         reasons.append("leak")
     if PROTECTED.search(text):
         reasons.append("path")
@@ -121,22 +135,22 @@ def screen_actions(turns: Iterable[Turn], task: Task) -> list[str]:
     hidden = secrets(task)
     seen: set[str] = set()
     for number, turn in enumerate(turns):
-        unknown = (hidden.literals & set(LITERAL.findall(turn.command))) - seen
+        unknown = (hidden.literals & literals(OPTION.sub(" ", turn.command))) - seen
         if unknown:
             return [f"turn {number}: {sorted(unknown)} from nowhere"]
         if PROTECTED.search(turn.command):
             return [f"turn {number}: protected path"]
-        seen |= set(LITERAL.findall(turn.observation))
+        seen |= literals(turn.observation)
     return []
 
 
-def public_trajectory(trajectory: Trajectory, task: Task, chat: Chat) -> Trajectory:
+def public_trajectory(trajectory: Trajectory, task: Task, chat: Chat, harness: str) -> Trajectory:
     """The same trial with the private guidance erased from its opening: what SFT may see."""
-    opening = chat.opening(make_harness("general").opening(task))
+    opening = chat.opening(make_harness(harness).opening(task))
     first, *rest = trajectory.turns
     turns = [msgspec.structs.replace(first, context_ids=opening), *rest]
     return Trajectory(
-        attempt_id=trajectory.attempt_id, task_id=trajectory.task_id, harness="general", turns=turns,
+        attempt_id=trajectory.attempt_id, task_id=trajectory.task_id, harness=harness, turns=turns,
         verdict=trajectory.verdict, temperature=trajectory.temperature,
     )  # fmt: skip
 
@@ -149,12 +163,12 @@ def quotes_runbook(sample: Trajectory, task: Task, chat: Chat, runbook: str) -> 
     return bool(private & ngrams(text, RUNBOOK_NGRAM))
 
 
-def require_public(sample: Trajectory, task: Task, chat: Chat, runbook: str) -> None:
+def require_public(sample: Trajectory, task: Task, chat: Chat, runbook: str, harness: str) -> None:
     """Asserts that no runbook text reached a training sample: every sample passes through here.
 
     The policy may quote its runbook in a command; callers leave such trials out first, by :func:`quotes_runbook`.
     """
-    opening = chat.opening(make_harness("general").opening(task))
+    opening = chat.opening(make_harness(harness).opening(task))
     assert sample.turns[0].context_ids == opening, f"{sample.attempt_id}: the opening is not the public one"
     assert not sample.guidance, f"{sample.attempt_id}: guidance is still attached"
     assert not quotes_runbook(sample, task, chat, runbook), f"{sample.attempt_id}: runbook text in a training sample"

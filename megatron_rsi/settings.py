@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .rollout.harness import HARNESSES
+
 
 def _check(condition: bool, message: str) -> None:
     if not condition:
@@ -110,7 +112,8 @@ class BaseTraining:
     early_done: float = 0.05
 
     def __post_init__(self) -> None:
-        _positive(self, "steps", "batch_tokens", "muon_lr", "adamw_lr")
+        _positive(self, "steps", "muon_lr", "adamw_lr")
+        _check(self.batch_tokens >= 1024, f"batch_tokens must hold a demonstration: 1024 or more, got {self.batch_tokens}")
         _not_negative(self, "warmup_steps", "weight_decay")
         _fractions(
             self, "decay_share", "induction_share", "long_demo_share", "habit", "wrong_name", "skip", "useless",
@@ -179,6 +182,9 @@ class Rollout:
 
     def __post_init__(self) -> None:
         _check(len(self.harnesses) > 0, "harnesses is empty: name at least one")
+        unknown = [name for name in self.harnesses if name not in HARNESSES]
+        _check(not unknown, f"harnesses names {unknown}, expected some of {', '.join(sorted(HARNESSES))}")
+        _check(len(set(self.harnesses)) == len(self.harnesses), f"harnesses names one twice: {list(self.harnesses)}")
         _not_negative(self, "num_retries", "max_repeats")
 
 

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from megatron_rsi.rollout.records import Review, Runbook, Trajectory
+from .rollout.records import Review, Runbook, Trajectory
+from .rollout.store import store_files
 
 Record = Trajectory | Runbook | Review
 
@@ -18,16 +19,20 @@ Record = Trajectory | Runbook | Review
 def read(path: Path | str) -> Iterator[Record]:
     """The records of a JSONL file; the kind is told by its fields. A torn last line is left out.
 
+    ``rollouts.jsonl`` stands for the files of all processes, ``rollouts.0.jsonl`` and so on.
+
     Raises ValueError with the line number for a line that is none of the three.
     """
-    file = Path(path)
-    if not file.is_file():
+    given = Path(path)
+    files = [given] if given.is_file() else store_files(given.parent, given.name.removesuffix(".jsonl"))
+    if not files:
         example = "runs/tiny/cycle_00/rsr/rollouts.jsonl"
-        raise ValueError(f"no file {file}: give a JSONL file of a run, for example {example}")
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.endswith(b"\n") and line.strip():
-                yield _decode(line, f"{file}, line {number}")
+        raise ValueError(f"no file {given}: give a JSONL file of a run, for example {example}")
+    for file in files:
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.endswith(b"\n") and line.strip():
+                    yield _decode(line, f"{file}, line {number}")
 
 
 def _decode(line: bytes, place: str) -> Record:

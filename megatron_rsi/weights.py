@@ -142,6 +142,25 @@ def rules(config: ModelConfig, value_head: bool = False) -> list[Rule]:
     return table
 
 
+def check_tensors(table: Sequence[Rule], given: Mapping[str, Tensor]) -> None:
+    """Raises ValueError naming tensors that are missing, unexpected, of a wrong shape or not finite."""
+    expected = {n: s for rule in table for n, s in zip(rule.names, rule.shapes, strict=True)}
+    missing, unexpected = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+    if missing or unexpected:
+        raise ValueError(f"weights do not fit the model: missing {some(missing)}, unexpected {some(unexpected)}")
+    for name, shape in expected.items():
+        if tuple(given[name].shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(given[name].shape)}, the model needs {shape}")
+        if not bool(torch.isfinite(given[name]).all()):
+            raise ValueError(f"{name} holds values that are not finite")
+
+
+def some(names: Sequence[str], limit: int = 5) -> str:
+    """The first few of a list, for a message."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "none") + more
+
+
 def _layer_rules(config: ModelConfig, layer: int) -> list[Rule]:
     hidden, head, inner = config.hidden_size, config.head_dim, config.intermediate_size
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head

@@ -95,7 +95,10 @@ class Chat:
         path = Path(folder) / "tokenizer.json"
         if not path.exists():
             raise ValueError(f"{folder} has no tokenizer.json; --base takes a Hugging Face checkpoint folder")
-        tokenizer = Tokenizer.from_file(str(path))
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the tokenizers library raises Exception itself
+            raise ValueError(f"{path} is damaged: {error}") from None
         if name != "auto":
             if name not in FORMATS:
                 raise ValueError(f"unknown chat format {name!r}, expected auto or one of {', '.join(FORMATS)}")

@@ -1,7 +1,8 @@
 """Runs attempts: many trials at once over one engine and a pool of sandboxes.
 
-Every finished attempt is appended to the store before it counts, so a crash loses only attempts in flight, and an attempt
-that is in the store is never run again.
+Every finished attempt is appended to the store before it counts, so a crash loses only attempts in flight, and a settled
+attempt that is in the store is never run again. Attempts that say nothing about the policy (no working sandbox or engine, a
+task that cannot run here) are stored and counted, but a later run of the same batch tries them anew.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..sandbox import ExecResult, Sandbox, SandboxError, SandboxPool, SandboxSpec
@@ -23,6 +24,7 @@ from .records import Completion, Task, Trajectory, Turn, Verdict
 from .store import Store
 from .tasks import environment_files
 from .verifier import verify
+from .workers import in_parallel
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Limits:
     seed: int = 0
     concurrency: int = 32
     retry_delay_s: float = 0.5
+    max_failures: int = 32  # attempts in a row without a working sandbox or engine before the batch is given up
 
 
 @dataclass
@@ -57,6 +60,16 @@ class Counters:
     retried: int = 0
     num_tokens: int = 0
     errors: Counter[str] = field(default_factory=Counter)
+
+
+def settled(trajectories: Iterable[Trajectory]) -> dict[str, Trajectory]:
+    """Attempt id -> its trajectory, without attempts that a later run tries again. The first record of an id counts."""
+    found: dict[str, Trajectory] = {}
+    for trajectory in trajectories:
+        error = trajectory.verdict.error
+        if error is None or ERROR_POLICY[error].settled:
+            found.setdefault(trajectory.attempt_id, trajectory)
+    return found
 
 
 class BoxTrial:
@@ -111,30 +124,39 @@ class Collector:
     def __init__(self, engine: PolicyEngine, pool: SandboxPool, chat: Chat, limits: Limits):
         self.engine, self.pool, self.chat, self.limits = engine, pool, chat, limits
         self.counters = Counters()
+        self._num_failures = 0  # attempts in a row that ended without a working sandbox or engine
 
     async def run(
         self, attempts: Sequence[Attempt], store: Store[Trajectory], progress: Callable[[Counters], None] | None = None
     ) -> None:
-        """Runs every attempt that the store does not hold yet."""
-        done = {t.attempt_id for t in store.read()}
-        waiting = iter([a for a in attempts if a.attempt_id not in done])
+        """Runs every attempt that is not settled in the store yet.
 
-        async def worker() -> None:
-            for attempt in waiting:
-                self.counters.started += 1
-                trajectory = await self._with_retries(attempt)
-                store.append(trajectory)
-                self._count(trajectory)
-                if progress is not None:
-                    progress(self.counters)
+        Raises SandboxError or EngineError after ``max_failures`` attempts in a row that had no working sandbox or engine:
+        then the machine is broken, and the same batch goes on once it is mended.
+        """
+        done = settled(store.read())
+        waiting = [a for a in attempts if a.attempt_id not in done]
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self.limits.concurrency, len(attempts))):
-                    group.create_task(worker())
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # a full disk is told as that, not as a group of them
+        async def work(attempt: Attempt) -> None:
+            self.counters.started += 1
+            trajectory = await self._with_retries(attempt)
+            store.append(trajectory)
+            self._count(trajectory)
+            self._check_health(trajectory.verdict)
+            if progress is not None:
+                progress(self.counters)
+
+        await in_parallel(waiting, work, min(self.limits.concurrency, len(waiting)))
         store.sync()
+
+    def _check_health(self, verdict: Verdict) -> None:
+        if verdict.error is None or not ERROR_POLICY[verdict.error].retry:
+            self._num_failures = 0
+            return
+        self._num_failures += 1
+        if self._num_failures >= self.limits.max_failures:
+            error = EngineError if verdict.error is ErrorKind.ENGINE else SandboxError
+            raise error(f"{self._num_failures} attempts in a row failed, the last with: {verdict.message}")
 
     def _count(self, trajectory: Trajectory) -> None:
         counters = self.counters

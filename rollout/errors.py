@@ -1,4 +1,4 @@
-"""What each kind of failure means for a trial: retry it, grade it, train on it.
+"""What each kind of failure means for a trial: retry it, let it stand, train on it.
 
 A bad rollout is data, not a crash. Every failure of an attempt is one of these kinds, and this table is the only
 place that decides what follows. Infrastructure failures are never graded, so they can never become a reward of 0.
@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 
 class Policy(NamedTuple):
-    """``retry``: run the attempt again. ``grade``: run the verifier. ``trains``: the reward may be trained on."""
+    """``retry``: run the attempt again at once. ``settled``: it stands, a later run of the same batch does not try it
+    again. ``trains``: the reward may be trained on."""
 
     retry: bool
-    grade: bool
+    settled: bool
     trains: bool
 
 
@@ -23,7 +24,6 @@ class ErrorKind(StrEnum):
     ENGINE = "engine"  # the policy engine failed or answered garbage
     VERIFIER_TIMEOUT = "verifier_timeout"
     VERIFIER_FAILED = "verifier_failed"  # reward file missing, empty or invalid
-    CANCELLED = "cancelled"
     TASK_INVALID = "task_invalid"  # malformed task folder
     AGENT_TIMEOUT = "agent_timeout"
     TURN_LIMIT = "turn_limit"
@@ -31,15 +31,18 @@ class ErrorKind(StrEnum):
     REPEATED = "repeated"  # the same command got the same answer too often in a row
 
 
+class EngineError(RuntimeError):
+    """The policy engine failed (not the policy). Callers map it to ``ErrorKind.ENGINE``."""
+
+
 ERROR_POLICY: dict[ErrorKind, Policy] = {
-    ErrorKind.INFRASTRUCTURE: Policy(retry=True, grade=False, trains=False),
-    ErrorKind.ENGINE: Policy(retry=True, grade=True, trains=False),
-    ErrorKind.VERIFIER_TIMEOUT: Policy(retry=False, grade=True, trains=False),
-    ErrorKind.VERIFIER_FAILED: Policy(retry=False, grade=True, trains=False),
-    ErrorKind.CANCELLED: Policy(retry=False, grade=False, trains=False),
-    ErrorKind.TASK_INVALID: Policy(retry=False, grade=False, trains=False),
-    ErrorKind.AGENT_TIMEOUT: Policy(retry=False, grade=True, trains=True),
-    ErrorKind.TURN_LIMIT: Policy(retry=False, grade=True, trains=True),
-    ErrorKind.CONTEXT_LIMIT: Policy(retry=False, grade=True, trains=True),
-    ErrorKind.REPEATED: Policy(retry=False, grade=True, trains=True),
+    ErrorKind.INFRASTRUCTURE: Policy(retry=True, settled=False, trains=False),
+    ErrorKind.ENGINE: Policy(retry=True, settled=False, trains=False),
+    ErrorKind.VERIFIER_TIMEOUT: Policy(retry=False, settled=True, trains=False),
+    ErrorKind.VERIFIER_FAILED: Policy(retry=False, settled=True, trains=False),
+    ErrorKind.TASK_INVALID: Policy(retry=False, settled=False, trains=False),
+    ErrorKind.AGENT_TIMEOUT: Policy(retry=False, settled=True, trains=True),
+    ErrorKind.TURN_LIMIT: Policy(retry=False, settled=True, trains=True),
+    ErrorKind.CONTEXT_LIMIT: Policy(retry=False, settled=True, trains=True),
+    ErrorKind.REPEATED: Policy(retry=False, settled=True, trains=True),
 }

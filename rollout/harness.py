@@ -47,9 +47,12 @@ class Harness(Protocol):
 
 
 def parse_reply(reply: str) -> str:
-    """The command of a reply, without its step number; "" when there is none."""
-    match = re.fullmatch(r"\s*(?:\d+ )?([^\n<]+?)\s*", reply)
-    return match.group(1).strip() if match else ""
+    """The command of a reply, without its step number; "" when there is none.
+
+    One reply is one line: a second line, or a special token spelled out (``<|...``), is a model that has lost its form.
+    """
+    match = re.fullmatch(r"\s*(?:\d+ )?([^\n]+?)\s*", reply)
+    return match.group(1).strip() if match and "<|" not in reply else ""
 
 
 def render_observation(exit_code: int, stdout: str, stderr: str, timed_out: bool = False) -> str:

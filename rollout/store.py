@@ -1,12 +1,14 @@
 """Durable JSON lines: a record is on disk, whole, before it counts.
 
-Each writer appends to its own file ``<name>.<writer>.jsonl``, so many ranks may share one folder. A line that a crash cut
+Each writer appends to its own file ``<name>.<writer>.jsonl``, or ``<name>.jsonl`` where there is only one, so many ranks may
+share one folder. A line that a crash cut
 short was never counted and is removed when the file is opened again.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -25,9 +27,9 @@ class Store(Generic[R]):
     ['r']
     """
 
-    def __init__(self, folder: Path | str, name: str, record: type[R], writer: int = 0):
+    def __init__(self, folder: Path | str, name: str, record: type[R], writer: int | None = 0):
         self.folder, self.name = Path(folder), name
-        self.path = self.folder / f"{name}.{writer}.jsonl"
+        self.path = self.folder / (f"{name}.jsonl" if writer is None else f"{name}.{writer}.jsonl")
         self._encoder, self._decoder = msgspec.json.Encoder(), msgspec.json.Decoder(record)
         self._file: int | None = None
 
@@ -61,7 +63,7 @@ class Store(Generic[R]):
 
     def read(self) -> list[R]:
         """Every whole record of every writer. A damaged line is a ValueError that names the file and the line."""
-        return [record for path in sorted(self.folder.glob(f"{self.name}.*.jsonl")) for record in self._lines(path)]
+        return [record for path in store_files(self.folder, self.name) for record in self._lines(path)]
 
     def _lines(self, path: Path) -> Iterable[R]:
         data = path.read_bytes()
@@ -72,6 +74,12 @@ class Store(Generic[R]):
                 raise ValueError(
                     f"{path} line {number} is damaged ({error}); delete that line to go on without it"
                 ) from error
+
+
+def store_files(folder: Path, name: str) -> list[Path]:
+    """The files of all writers of a store, [] when there is none."""
+    own = re.compile(re.escape(name) + r"(\.\d+)?\.jsonl")
+    return sorted(p for p in folder.iterdir() if own.fullmatch(p.name)) if folder.is_dir() else []
 
 
 def drop_torn_line(path: Path) -> None:

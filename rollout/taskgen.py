@@ -228,6 +228,8 @@ def generate_suites(folder: Path | str, seed: int, sizes: SuiteSizes) -> dict[st
     }
     paths = {}
     for name, (group, number, make) in plan.items():
+        if number == 0:
+            continue
         paths[name] = folder / name
         if not paths[name].exists():
             rng = random.Random(f"{name}:{seed if group != 'heldout' else 'heldout'}")

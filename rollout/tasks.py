@@ -184,6 +184,14 @@ def content_hash(task: Task) -> str:
     return digest.hexdigest()
 
 
+def folder_hash(task: Task) -> str:
+    """sha256 over every file of the task folder: its instruction, environment, tests and solution."""
+    digest, root = hashlib.sha256(), Path(task.path)
+    for path in sorted(p for p in root.rglob("*") if p.is_file()):
+        digest.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def require_disjoint(train: list[Task], held_out: list[Task], name: str) -> None:
     """Raises ValueError when a task of ``held_out`` is also a training task."""
     known = {content_hash(task): task.task_id for task in train}

@@ -38,15 +38,16 @@ class Progress:
     reports: list[dict[str, Any]] = field(default_factory=list)
 
 
-def run(ctx: Run, cycle: int, parent: Path, folder: Path, inherited: Path | None) -> Path:
-    """One RPR stage from the checkpoint ``parent``; ``inherited`` is the critic of the RPR stage before, if any.
+def run(ctx: Run, name: str, cycle: int, parent: Path, folder: Path, inherited: Path | None) -> Path:
+    """One RPR stage, ``rpr-1`` say, from the checkpoint ``parent``; ``inherited`` is the critic of the RPR stage
+    before, if any.
 
     Returns the new actor's checkpoint; the critic is exported beside it as ``critic``.
     """
     target = folder / "actor"
     if target.exists():
         return target
-    stage = Stage(ctx, cycle, parent, folder, inherited)
+    stage = Stage(ctx, name, cycle, parent, folder, inherited)
     stage.calibrate_critic()
     while stage.progress.update < ctx.config.rpr.updates and not stage.progress.refused:
         stage.update()
@@ -57,9 +58,9 @@ def run(ctx: Run, cycle: int, parent: Path, folder: Path, inherited: Path | None
 class Stage:
     """Actor, critic and progress of one RPR stage."""
 
-    def __init__(self, ctx: Run, cycle: int, parent: Path, folder: Path, inherited: Path | None):
+    def __init__(self, ctx: Run, name: str, cycle: int, parent: Path, folder: Path, inherited: Path | None):
         self.ctx, self.settings, self.folder = ctx, ctx.config.rpr, folder
-        self.cycle, self.name = cycle, f"c{cycle}.rpr"
+        self.cycle, self.name = cycle, name
         shape, tensors = checkpoint.load_hf_dir(parent)
         self.max_length = shape.max_position_embeddings
         optimizer = OptimizerConfig(kind="adamw", clip_grad=self.settings.max_grad_norm)
@@ -101,7 +102,7 @@ class Stage:
         settings = self.settings
         tasks = self.ctx.draw_tasks(f"{self.name}.{label}", settings.trajectories, by_cycle(settings.long_share, self.cycle))
         attempts = [
-            Attempt(f"{self.name}.{label}/{task.task_id}/{n}", task, "general", settings.temperature)
+            Attempt(f"{self.name}.{label}/{task.task_id}/{n}", task, self.ctx.deployment_harness, settings.temperature)
             for n, task in enumerate(tasks)
         ]
         trajectories = self.ctx.collect(self.folder, f"rollouts.{label}", attempts, f"{self.name} {label}")

@@ -6,23 +6,22 @@ discover (all harnesses) -> verified successes -> planner -> screens and reviewe
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
-
 from .. import batch as packing
-from ..batch import PackedBatch
+from .. import supervised
 from ..checkpoint import export_hf, load_hf_dir
-from ..policy import OptimizerConfig, Outputs, Policy
+from ..log import Log
+from ..policy import OptimizerConfig, Policy
 from ..rollout.chat import Message
 from ..rollout.collect import Attempt
 from ..rollout.engines import Sampling
 from ..rollout.records import Review, Runbook, Task, Trajectory
 from ..rollout.store import Store
+from ..rollout.workers import in_parallel
 from ..run import Run
 from ..runbook import (
     parse_review,
@@ -40,9 +39,9 @@ from ..settings import by_cycle
 MAX_RUNBOOK_TOKENS = 160
 
 
-def run(ctx: Run, cycle: int, parent: Path, folder: Path) -> Path:
-    """One RSR stage from the checkpoint ``parent``. Returns the new actor's checkpoint."""
-    stage, settings = f"c{cycle}.rsr", ctx.config.rsr
+def run(ctx: Run, stage: str, cycle: int, parent: Path, folder: Path) -> Path:
+    """One RSR stage, ``rsr-1`` say, from the checkpoint ``parent``. Returns the new actor's checkpoint."""
+    settings = ctx.config.rsr
     ctx.hot_swap(parent)
     tasks = {t.task_id: t for t in ctx.draw_tasks(stage, settings.num_tasks, by_cycle(settings.long_share, cycle))}
     discovered = ctx.collect(
@@ -94,21 +93,13 @@ def write_runbooks(
     ctx.world.barrier()
     own = [job for job in jobs if job[1] not in done][ctx.world.rank :: ctx.world.size]
 
-    async def work() -> None:
-        queue = iter(own)
-
-        async def worker() -> None:
-            for source, name in queue:
-                runbook, review = await plan_one(ctx, name, source, tasks[source.task_id])
-                store.append(runbook)
-                reviews.append(review)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(ctx.config.engine.max_batch):
-                group.create_task(worker())
+    async def work(job: tuple[Trajectory, str]) -> None:
+        runbook, review = await plan_one(ctx, job[1], job[0], tasks[job[0].task_id])
+        store.append(runbook)
+        reviews.append(review)
 
     with ctx.log.timer("generate"):
-        ctx.run_async(work())
+        ctx.run_async(in_parallel(own, work, ctx.config.engine.max_batch))
         store.close()
         reviews.close()
         ctx.world.barrier()
@@ -150,11 +141,11 @@ async def complete(ctx: Run, messages: list[Message], name: str, max_new_tokens:
 
 
 def guided_attempts(ctx: Run, stage: str, runbooks: Sequence[Runbook], tasks: dict[str, Task]) -> list[Attempt]:
-    """M executions of every accepted runbook in a new sandbox, under the general harness."""
+    """M executions of every accepted runbook in a new sandbox, under the deployment harness."""
     settings = ctx.config.rsr
     return [
         Attempt(
-            f"{r.runbook_id.replace('.plan/', '.guided/')}/{m}", tasks[r.task_id], "general",
+            f"{r.runbook_id.replace('.plan/', '.guided/')}/{m}", tasks[r.task_id], ctx.deployment_harness,
             settings.guided_temperature, guidance=r.text,
         )
         for r in runbooks
@@ -166,18 +157,19 @@ def guided_attempts(ctx: Run, stage: str, runbooks: Sequence[Runbook], tasks: di
 def select_samples(
     ctx: Run, successes: Sequence[Trajectory], guided: Sequence[Trajectory], tasks: dict[str, Task], rng: random.Random
 ) -> list[Trajectory]:
-    """Public histories to train on: guided successes and direct successes of the general harness, at most so many a task.
+    """Public histories to train on: guided successes and direct successes of the deployment harness, at most so many
+    a task.
 
     The same reply sequence counts once. Wasted or mended steps go last: the cap keeps the shortest trials of a task.
     """
     by_task: dict[str, dict[tuple[str, ...], Trajectory]] = defaultdict(dict)
-    direct = [t for t in successes if t.harness == "general"]
+    direct = [t for t in successes if t.harness == ctx.deployment_harness]
     for trajectory in [*direct, *(t for t in guided if is_clean_success(t, tasks[t.task_id]))]:
         task = tasks[trajectory.task_id]
-        sample = public_trajectory(trajectory, task, ctx.chat)
+        sample = public_trajectory(trajectory, task, ctx.chat, ctx.deployment_harness)
         if quotes_runbook(sample, task, ctx.chat, trajectory.guidance):
             continue  # the policy typed its private guidance into a command
-        require_public(sample, task, ctx.chat, trajectory.guidance)
+        require_public(sample, task, ctx.chat, trajectory.guidance, ctx.deployment_harness)
         by_task[task.task_id].setdefault(tuple(t.command for t in sample.turns), sample)
     samples: list[Trajectory] = []
     for name in sorted(by_task):
@@ -204,15 +196,6 @@ def report(
 
 
 # ---- SFT
-def sft_loss(num_tokens: float) -> object:
-    def loss(outputs: Outputs, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert outputs.logprob is not None
-        nll = -(outputs.logprob * batch.weights).sum() / num_tokens
-        return nll, {"nll": nll.detach()}
-
-    return loss
-
-
 def fine_tune(ctx: Run, stage: str, parent: Path, target: Path, samples: Sequence[Trajectory]) -> Path:
     """Supervised fine-tuning of the actor. Loss on action tokens, summed and divided by their global number."""
     if target.exists():
@@ -222,25 +205,41 @@ def fine_tune(ctx: Run, stage: str, parent: Path, target: Path, samples: Sequenc
     with ctx.log.timer("train"):
         policy = Policy(shape, world, OptimizerConfig(kind="adamw"), megatron=ctx.config.megatron)
         policy.load_hf(tensors)
-        sequences = [packing.Sample.of(t) for t in samples]
-        sequences = [s for s in sequences if s.num_tokens <= min(shape.max_position_embeddings, settings.batch_tokens)]
+        sequences = fitting([packing.Sample.of(t) for t in samples], shape.max_position_embeddings, ctx.log)
         steps = sft_steps(sequences, settings.sft_epochs, settings.batch_tokens, f"{ctx.config.seed}:{stage}")
-        for number, step in enumerate(steps):
-            warm = min(1.0, (number + 1) / max(1, settings.sft_warmup_steps))
-            cool = min(1.0, (len(steps) - number) / max(1.0, 0.5 * len(steps)))
-            own = packing.split_dp(step, world.dp)[world.dp_rank]
-            num_tokens = float(sum(sum(s.mask) for s in step))
-            loss = sft_loss(num_tokens)
-            metrics = policy.train_step([packing.make_batch(own)], loss, settings.sft_lr * warm * cool)  # type: ignore[arg-type]
-            if (number + 1) % 10 == 0 or number + 1 == len(steps):
-                ctx.log.step(stage, number + 1, len(steps), {"loss": metrics["nll"], "grad_norm": metrics["grad_norm"]})
-    return export_hf(policy, target, ctx.tokenizer_files)
+
+        def rate(step: int) -> float:
+            warm = min(1.0, (step + 1) / max(1, settings.sft_warmup_steps))
+            return settings.sft_lr * warm * min(1.0, (len(steps) - step) / max(1.0, 0.5 * len(steps)))
+
+        def report(step: int, metrics: dict[str, float]) -> None:
+            if step % 10 == 0 or step == len(steps):
+                ctx.log.step(stage, step, len(steps), {"loss": metrics["nll"], "grad_norm": metrics["grad_norm"]})
+
+        checkpoints, every = target.with_name("checkpoints"), max(1, len(steps) // settings.sft_epochs)
+        supervised.fit(policy, steps.__getitem__, len(steps), rate, checkpoints, every, report)
+    export_hf(policy, target, ctx.tokenizer_files)
+    supervised.clear(policy, checkpoints)
+    return target
+
+
+def fitting(sequences: Sequence[packing.Sample], limit: int, log: Log) -> list[packing.Sample]:
+    """Those of at most ``limit`` tokens; what is left out is said. ValueError when that is all of them."""
+    kept = [s for s in sequences if s.num_tokens <= limit]
+    if len(kept) < len(sequences):
+        log.warning(f"{len(sequences) - len(kept)} of {len(sequences)} samples exceed the model's {limit} positions")
+    if sequences and not kept:
+        raise ValueError(f"every SFT sample is longer than the model's max_position_embeddings ({limit})")
+    return kept
 
 
 def sft_steps(
     sequences: Sequence[packing.Sample], epochs: int, batch_tokens: int, key: str
 ) -> list[list[packing.Sample]]:
-    """The sequences of each optimizer step, in an order that depends on the seed alone."""
+    """The sequences of each optimizer step, in an order that depends on the seed alone.
+
+    A step holds ``batch_tokens`` tokens at most, or one longer sequence alone: nothing is dropped.
+    """
     steps: list[list[packing.Sample]] = []
     for epoch in range(epochs):
         order = list(sequences)

@@ -8,11 +8,10 @@ from typing import Protocol
 
 import torch
 
+from ..errors import EngineError
 from ..records import Completion
 
-
-class EngineError(RuntimeError):
-    """The engine failed (not the policy). Callers map it to ``ErrorKind.ENGINE``."""
+__all__ = ["EngineError", "PolicyEngine", "Sampling"]
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ def test_what_trains_follows_the_table(kind: ErrorKind) -> None:
     limits = {ErrorKind.AGENT_TIMEOUT, ErrorKind.TURN_LIMIT, ErrorKind.CONTEXT_LIMIT, ErrorKind.REPEATED}
     assert ERROR_POLICY[kind].trains == (kind in limits)
     assert trajectory(stop_reason=kind).trains == (kind in limits)
-    assert not (ERROR_POLICY[kind].trains and not ERROR_POLICY[kind].grade), "what trains was graded"
+    assert not (ERROR_POLICY[kind].trains and not ERROR_POLICY[kind].settled), "what trains is never run again"
+    assert not (ERROR_POLICY[kind].retry and ERROR_POLICY[kind].settled), "what failed to the last retry is no result"
 
 
 def test_a_trial_without_a_sampled_token_does_not_train() -> None:
