@@ -7,7 +7,6 @@ that only the secret files know, or a protected path. Secrets are a task's tests
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +26,9 @@ RUNBOOK_NGRAM = 8  # words of a runbook that may not stand in a sample
 PROSE_NGRAM = 13  # words
 LITERAL = re.compile(r"\d[\d.,:-]{4,}\d|\w{6,}")
 QUOTED = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'")
-COMMAND = re.compile(r"\$\([^()\n]*\)")  # a command inside quotes is code
+SUBSTITUTION = re.compile(r"\$\([^()\n]*\)")  # a command inside quotes is code
+PROGRAM = re.compile(r"(?:^|[|;&(`])[ \t]*(\w+)", re.MULTILINE)  # the word at the place of a command
+REPORT_WORDS = frozenset({"passed", "failed", "pending", "skipped", "results", "summary", "status", "reward"})  # of CTRF
 OPTION = re.compile(r"(?<!\S)--?[A-Za-z][\w-]*")
 TOKEN = re.compile(r"\w+|[^\w\s]")
 HARNESS_ARTEFACTS = ("not passed", "state check", "state work", "<|")
@@ -86,13 +87,9 @@ def literals(text: str) -> set[str]:
 
 def values(code: str) -> set[str]:
     """Literals that are values in a script: those with a digit, and those between quotes. Names of programs are none."""
-    quoted = " ".join(QUOTED.findall(COMMAND.sub(" ", code)))
-    return literals(quoted) | {word for word in literals(code) if any(c.isdigit() for c in word)}
-
-
-@lru_cache(maxsize=4096)
-def is_program(word: str) -> bool:
-    return shutil.which(word) is not None
+    quoted = " ".join(QUOTED.findall(SUBSTITUTION.sub(" ", code)))
+    found = literals(quoted) | {word for word in literals(code) if any(c.isdigit() for c in word)}
+    return found - set(PROGRAM.findall(code)) - REPORT_WORDS
 
 
 @lru_cache(maxsize=4096)
@@ -101,10 +98,11 @@ def secrets_of(path: str, instruction: str, start_files: tuple[tuple[str, bytes]
     scripts = [p.read_text(errors="replace") for p in files]
     start = [data.decode(errors="replace") for _, data in start_files]
     hidden = {word for text in scripts for word in values(text)} | {word for text in start for word in literals(text)}
+    public = literals(instruction) | {word for text in scripts for word in PROGRAM.findall(text)}
     return Secrets(
         ngrams=frozenset(n for t in scripts + start for n in ngrams(t, CODE_NGRAM) - ngrams(instruction, CODE_NGRAM)),
         prose=frozenset(n for t in scripts + start for n in prose(t) - prose(instruction)),
-        literals=frozenset(word for word in hidden - literals(instruction) if not is_program(word)),
+        literals=frozenset(hidden - public),
         canaries=frozenset(hit for t in scripts for hit in CANARY.findall(t)),
     )
 
@@ -135,7 +133,7 @@ def screen_actions(turns: Iterable[Turn], task: Task) -> list[str]:
     hidden = secrets(task)
     seen: set[str] = set()
     for number, turn in enumerate(turns):
-        unknown = (hidden.literals & literals(OPTION.sub(" ", turn.command))) - seen
+        unknown = (hidden.literals & literals(PROGRAM.sub(" ", OPTION.sub(" ", turn.command)))) - seen
         if unknown:
             return [f"turn {number}: {sorted(unknown)} from nowhere"]
         if PROTECTED.search(turn.command):

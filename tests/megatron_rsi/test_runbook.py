@@ -30,6 +30,7 @@ from megatron_rsi.runbook import (
 )
 
 WORDS = ["granite", "harbour", "lighthouse", "meadowlark", "nightfall", "overture"]
+GENERAL = "general"
 CLEAN = "goal 2 parts\n1 cat to the end then echo\n2 mv not cp\ncheck no errors\nretry when missing"
 
 
@@ -121,6 +122,41 @@ def test_harness_artefacts(task: Task, text: str) -> None:
     assert "harness" in screen_runbook(text, task)
 
 
+@pytest.mark.parametrize("tool", ["web_search", "str_replace_editor", "browser_click"])
+def test_tools_of_other_agents(task: Task, tool: str) -> None:
+    assert screen_runbook(f"1 {tool} x", task) == ["tool"]
+
+
+def other_task(folder: Path, tests: str, instruction: str = "write the answer to out.txt") -> Task:
+    (folder / "tests").mkdir(parents=True)
+    for name, text in (("instruction.md", instruction), ("task.toml", 'schema_version = "1.4"'), ("tests/test.sh", tests)):
+        (folder / name).write_text(text)
+    return load_task(folder)
+
+
+def test_programs_options_and_names_of_the_report_are_no_values(tmp_path: Path, chat: Chat) -> None:
+    tests = (
+        "python3 -m pytest --verbose /app/out.txt | sha256sum\n[ \"$(cat out.txt)\" = 'nightfall' ] && status=passed\n"
+        "[ $(wc -c < out.txt) = 481516 ]\nprintf '{\"results\":{\"summary\":1}}'\n"
+    )
+    other = other_task(tmp_path / "t", tests)
+    clean = ["python3 -m pytest --verbose", "sha256sum out.txt", "cat status results summary", "1 pytest", "ls --verbose"]
+    for command in clean:
+        assert screen_actions([turn(chat, command)], other) == [], command
+        assert screen_runbook(command, other) == [], command
+    for value in ("nightfall", "481516"):
+        assert screen_actions([turn(chat, f"echo {value} > out.txt")], other) == [f"turn 0: ['{value}'] from nowhere"]
+        assert screen_runbook(f"write {value}", other) == ["leak"]
+
+
+def test_thirteen_words_of_prose_are_a_leak_in_any_case_and_punctuation(tmp_path: Path) -> None:
+    prose = "the answer is that every second line of the long file has to be reversed first"
+    other = other_task(tmp_path / "t", f"# {prose}\n")
+    changed = ", ".join(prose.upper().split()[:13])
+    assert screen_runbook(changed, other) == ["leak"]
+    assert screen_runbook(", ".join(prose.upper().split()[:12]), other) == []
+
+
 @pytest.mark.parametrize("path", ["/tests/test.sh", "/solution", "/logs/verifier/x"])
 def test_protected_paths(task: Task, path: str) -> None:
     assert "path" in screen_runbook(f"1 cat {path}", task)
@@ -167,9 +203,9 @@ def test_who_sees_what(task: Task) -> None:
 def test_the_guidance_is_erased_and_nothing_else(task: Task, chat: Chat) -> None:
     private = guided(chat, task, CLEAN, ["1 cat granite.note", "done"])
     with pytest.raises(AssertionError, match="the opening is not the public one"):
-        require_public(private, task, chat, CLEAN)
-    public = public_trajectory(private, task, chat)
-    require_public(public, task, chat, CLEAN)
+        require_public(private, task, chat, CLEAN, GENERAL)
+    public = public_trajectory(private, task, chat, GENERAL)
+    require_public(public, task, chat, CLEAN, GENERAL)
     text = chat.tokenizer.decode(public.tokens, skip_special_tokens=False)
     assert CLEAN not in text and "goal 2 parts" not in text and task.instruction in text
     assert public.tokens[: len(public.turns[0].context_ids)] == chat.opening(make_harness("general").opening(task))
@@ -182,19 +218,19 @@ def test_the_guidance_is_erased_and_nothing_else(task: Task, chat: Chat) -> None
 def test_attached_guidance_and_a_quoted_runbook_are_refused(task: Task, chat: Chat) -> None:
     runbook = "goal 1 parts\n1 first read every note in turn and then write the answer down\ncheck no errors"
     quote = "1 first read every note in turn and then write"
-    public = public_trajectory(guided(chat, task, runbook, [f"1 echo {quote}", "done"]), task, chat)
+    public = public_trajectory(guided(chat, task, runbook, [f"1 echo {quote}", "done"]), task, chat, GENERAL)
     assert quotes_runbook(public, task, chat, runbook)
     with pytest.raises(AssertionError, match="runbook text in a training sample"):
-        require_public(public, task, chat, runbook)
-    short = public_trajectory(guided(chat, task, runbook, ["1 echo first read every note in turn", "done"]), task, chat)
-    require_public(short, task, chat, runbook)  # seven words prove nothing
+        require_public(public, task, chat, runbook, GENERAL)
+    short = public_trajectory(guided(chat, task, runbook, ["1 echo first read every note in turn"]), task, chat, GENERAL)
+    require_public(short, task, chat, runbook, GENERAL)  # seven words prove nothing
     with pytest.raises(AssertionError, match="guidance is still attached"):
-        require_public(msgspec.structs.replace(short, guidance=runbook), task, chat, runbook)
+        require_public(msgspec.structs.replace(short, guidance=runbook), task, chat, runbook, GENERAL)
 
 
 def test_what_the_environment_said_too_may_be_quoted(task: Task, chat: Chat) -> None:
     words = "one two three four five six seven eight nine"
-    sample = public_trajectory(guided(chat, task, words, [f"1 echo {words}", "done"]), task, chat)
+    sample = public_trajectory(guided(chat, task, words, [f"1 echo {words}", "done"]), task, chat, GENERAL)
     assert quotes_runbook(sample, task, chat, words)
     first = msgspec.structs.replace(sample.turns[0], observation=words)
     assert not quotes_runbook(msgspec.structs.replace(sample, turns=[first, *sample.turns[1:]]), task, chat, words)
@@ -202,4 +238,4 @@ def test_what_the_environment_said_too_may_be_quoted(task: Task, chat: Chat) -> 
 
 def test_a_runbook_that_repeats_the_instruction_is_public(task: Task, chat: Chat) -> None:
     runbook = task.instruction
-    require_public(public_trajectory(guided(chat, task, runbook, ["done"]), task, chat), task, chat, runbook)
+    require_public(public_trajectory(guided(chat, task, runbook, ["done"]), task, chat, GENERAL), task, chat, runbook, GENERAL)

@@ -72,7 +72,7 @@ def play(
     [
         ("2 mv a.txt b", "mv a.txt b"), ("mv a.txt b", "mv a.txt b"), (" 2 ls \n", "ls"), ("done", "done"), ("3 done", "done"),
         ("12 ls", "ls"), ("2", "2"), (" ", ""), ("", ""), ("\n\n", ""), ("ls\npwd", ""),
-        ("<|user|>x", ""), ("1 cat <|end|>", ""),
+        ("<|user|>x", ""), ("1 cat <|end|>", ""), ("1 sort < a.txt", "sort < a.txt"),
     ],
 )  # fmt: skip
 def test_replies(reply: str, command: str) -> None:
@@ -83,7 +83,7 @@ def test_replies(reply: str, command: str) -> None:
 @given(st.text())
 def test_any_text_is_a_command_or_nothing(reply: str) -> None:
     command = parse_reply(reply)
-    assert "\n" not in command and "<" not in command and command == command.strip()
+    assert "\n" not in command and "<|" not in command and command == command.strip()
 
 
 def test_observations() -> None:
