@@ -8,10 +8,13 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from e2e_helpers import attempt_ids, command, finish, kill_group, leftovers, signal_run, start
+from safetensors.torch import load_file, save_file
 
 
 def wait_for_attempts(process: subprocess.Popen[str], folder: Path, number: int) -> None:
@@ -69,6 +72,10 @@ def test_bad_input_is_one_clear_line(base: Path, suites: Path, tmp_path: Path) -
     (other / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     assert "mamba" in mistake("train", "--preset", "smoke", "--base", other, "--dir", tmp_path / "mamba")
 
+    assert "harnesses names ['shy']" in mistake(*train, 'rollout.harnesses=["shy"]')
+    assert "max_position_embeddings" in mistake(*train, "engine.context=4096", "model.context=4096")
+    assert "did not start" in mistake(*train, "sandbox.scratch=/dev/null/x", f"tasks.suites_dir={suites}")
+
     broken = tmp_path / "broken"
     shutil.copytree(suites, broken)
     (broken / "core" / "core-0000" / "task.toml").write_text("not toml")
@@ -77,6 +84,102 @@ def test_bad_input_is_one_clear_line(base: Path, suites: Path, tmp_path: Path) -
     shutil.rmtree(broken / "core" / "core-0000")
     shutil.copytree(broken / "train" / "train-0000", broken / "core" / "core-0000")
     assert "equals training task" in mistake(*own)
+
+
+def shrink(config: dict[str, object]) -> None:
+    config["vocab_size"] = 300
+
+
+def widen(config: dict[str, object]) -> None:
+    config["hidden_size"] = 256
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(shrink, "its tokenizer has"), (widen, "the model needs"), (None, "tokenizer.json is damaged")]
+)
+def test_a_checkpoint_that_does_not_fit_is_told_before_anything_runs(
+    base: Path, suites: Path, tmp_path: Path, change: Callable[[dict[str, object]], None] | None, message: str
+) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(base, odd)
+    if change is None:
+        (odd / "tokenizer.json").write_text("{}")
+    else:
+        config = json.loads((odd / "config.json").read_text())
+        change(config)
+        (odd / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    arguments = ("--checkpoint", odd, "--suites", suites / "core", "--out", out, "--preset", "smoke")
+    assert message in mistake("eval", *arguments)
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def run_eval(*arguments: object) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command("eval", "--preset", "smoke", *arguments), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_an_evaluation_goes_on_but_never_with_another_models_attempts(base: Path, suites: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    first = run_eval("--checkpoint", base, "--suites", suites / "core", "--out", out)
+    assert "core" in first and max(map(len, first.splitlines())) <= 80
+    stored = json.loads((out / "results.json").read_text())
+    assert stored["stages"][0]["suites"]["core"]["n"] == 8
+    assert run_eval("--checkpoint", base, "--suites", suites / "core", "--out", out) == first
+    before = attempt_ids(out)
+    assert len(before) == 8 and set(before.values()) == {1}, "the second time nothing was left to do"
+
+    shutil.copytree(base, other)
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: torch.zeros_like(t) for name, t in tensors.items()}, other / "model.safetensors")
+    assert " 0.0 [" in run_eval("--checkpoint", other, "--suites", suites / "core", "--out", out)
+    assert len(attempt_ids(out)) == 16, "both models' attempts stand in one file"
+    run_eval("--checkpoint", base, "--suites", suites / "core", "--out", out, "--seed", "7")
+    assert len(attempt_ids(out)) == 24, "another seed is another measurement"
+
+
+def test_no_verdict_at_all_is_an_error_and_not_a_result(base: Path, suites: Path, tmp_path: Path) -> None:
+    suite = tmp_path / "suite"
+    shutil.copytree(suites / "core" / "core-0000", suite / "core-0000")
+    (suite / "core-0000" / "tests" / "test.sh").write_text("#!/bin/bash\nexit 1\n")
+    arguments = ("eval", "--checkpoint", base, "--suites", suite, "--out", tmp_path / "out", "--preset", "smoke")
+    assert "not one of 1 attempts got a verdict (verifier_failed 1)" in mistake(*arguments)
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_collect_writes_the_file_that_was_named(base: Path, suites: Path, tmp_path: Path) -> None:
+    out = tmp_path / "[a]b.jsonl"
+    arguments = ("--checkpoint", base, "--tasks", suites / "long", "--preset", "smoke")
+    subprocess.run(command("collect", *arguments, "--out", out), check=True, capture_output=True)
+    assert len(out.read_text().splitlines()) == 4 and list(tmp_path.glob("*.jsonl")) == [out]
+    assert "4 of 4 records" in subprocess.run(command("view", out), capture_output=True, text=True, check=True).stdout
+    assert "must be a .jsonl file" in mistake("collect", *arguments, "--out", tmp_path / "x.json")
+    assert "unknown harness 'shy'" in mistake("collect", *arguments, "--out", out, "--harness", "shy")
+
+
+def test_a_stage_done_again_is_set_aside_once_and_can_be_interrupted(base: Path, tmp_path: Path) -> None:
+    scratch, folder = tmp_path / "scratch", tmp_path / "run"
+    arguments = ("train", "--preset", "smoke", "--base", base, "--dir", folder)
+    finish(start(scratch, *arguments))
+    first = json.loads((folder / "results.json").read_text())
+    again = (*arguments, "--again-from", "rpr-1")
+    process = start(scratch, *again)
+    while process.poll() is None and not list((folder / "cycle_00").glob("rpr/rollouts.update0.*")):
+        time.sleep(0.02)
+    kill_group(process)
+    assert (folder / "again_from").read_text() == "rpr-1\n"
+    assert "repeat that option" in mistake(*arguments)
+    assert "finish that first" in mistake(*arguments, "--again-from", "rsr-1")
+    finish(start(scratch, *again))
+    (superseded,) = (folder / "superseded").iterdir()
+    assert (superseded / "cycle_00" / "rpr" / "actor").is_dir() and not (superseded / "cycle_00" / "rsr").exists()
+    second = json.loads((folder / "results.json").read_text())
+    assert [s["suites"] for s in first["stages"]] == [s["suites"] for s in second["stages"]], "the same seed, the same result"
+    stages = [json.loads(line)["stage"] for line in (superseded / "metrics.jsonl").read_text().splitlines()]
+    assert {"rpr-1", "eval.rpr-1", "rpr-1.critic"} == set(stages)
+    assert not (folder / "again_from").exists() and max(attempt_ids(folder / "cycle_00").values()) == 1
 
 
 def test_a_crashing_verifier_is_counted_and_never_a_zero(base: Path, suites: Path, tmp_path: Path) -> None:
@@ -90,7 +193,7 @@ def test_a_crashing_verifier_is_counted_and_never_a_zero(base: Path, suites: Pat
     assert "verifier_failed 1" in done.stdout
     verdicts = {
         r["task_id"]: r["verdict"].get("error")
-        for path in (tmp_path / "out").rglob("attempts.*.jsonl")
+        for path in (tmp_path / "out").rglob("attempts.jsonl")
         for r in map(json.loads, path.read_text().splitlines())
     }
     assert verdicts == {"core-0000": None, "core-0001": "verifier_failed", "core-0002": None}

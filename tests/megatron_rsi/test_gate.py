@@ -52,6 +52,24 @@ def test_p_equals_scipys_permutation_test() -> None:
     assert p_worse(list(differences)) == pytest.approx(exact.pvalue, abs=1e-9)
 
 
+def test_a_stage_is_compared_with_every_adopted_stage_before_it() -> None:
+    """Two losses of 12 points, each within noise, are 24 points together: the second is rolled back against the base."""
+    base, first, second = (outcomes(k, 128) for k in (64, 54, 44))
+    shares = 0.0125
+    once = gate.decide_stage({"base": base}, first, shares, min_tasks=64, stage="rsr-1")
+    assert not once.adopted, "nested outcomes: ten of ten tasks are worse"
+    noisy = {f"t{i}": float(i < 34 or 54 <= i < 74) for i in range(128)}  # 20 worse and 10 better than first
+    assert gate.decide_stage({"first": first}, noisy, shares, min_tasks=64, stage="s").adopted
+    both = gate.decide_stage({"base": base, "first": first}, noisy, shares, min_tasks=64, stage="s")
+    assert both.adopted and both.against == "first" and both.alpha_share == shares / 2 and "against first" in both.reason
+    lost = gate.decide_stage({"base": base, "noisy": noisy}, second, shares, min_tasks=64, stage="s")
+    assert not lost.adopted and lost.against == "base" and lost.reason.startswith("rolled back")
+    few = gate.decide_stage({"base": base}, {"t1": 1.0}, shares, min_tasks=64, stage="s")
+    assert not few.adopted and few.num_tasks == 1, "only tasks with a verdict on both sides are compared"
+    with pytest.raises(ValueError, match="at least one earlier stage"):
+        gate.decide_stage({}, second, shares, min_tasks=64, stage="s")
+
+
 def test_a_clear_gain_is_adopted_and_a_clear_loss_rolled_back() -> None:
     low, high = outcomes(30, 128), outcomes(60, 128)
     up, down = decide(low, high, 0.0125, stage="rsr-1"), decide(high, low, 0.0125)

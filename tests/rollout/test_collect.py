@@ -16,7 +16,7 @@ import pytest
 from rollout_helpers import chat_of, model_config, replies_of, scripted, weights, write_task
 
 from megatron_rsi.rollout.chat import Chat
-from megatron_rsi.rollout.collect import Attempt, Collector, Counters, Limits
+from megatron_rsi.rollout.collect import Attempt, Collector, Counters, Limits, settled
 from megatron_rsi.rollout.engines import EmbeddedEngine, EngineError, Sampling
 from megatron_rsi.rollout.engines.scripted import ScriptedEngine
 from megatron_rsi.rollout.errors import ErrorKind
@@ -223,6 +223,50 @@ def test_a_sandbox_that_cannot_start_is_retried_and_never_a_reward_of_zero(
         runner, BrokenPool(pool, 2), tmp_path / "b", scripted(CHAT, perfect), attempts_of(task, 1)
     )
     assert counters.retried == 2 and found["t/0"].verdict.passed and found["t/0"].verdict.error is None
+
+
+def test_an_attempt_without_a_sandbox_is_tried_again_by_the_next_run(
+    runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path
+) -> None:
+    collect(runner, BrokenPool(pool, 3), tmp_path, scripted(CHAT, perfect), attempts_of(task, 1))
+    collector, store = Collector(scripted(CHAT, perfect), pool, CHAT, LIMITS), Store(tmp_path, "rollouts", Trajectory)
+    runner.run(collector.run(attempts_of(task, 2), store))
+    records = store.read()
+    assert [t.attempt_id for t in records].count("t/0") == 2, "the failure stays on record"
+    found = settled(records)
+    assert found.keys() == {"t/0", "t/1"} and all(t.verdict.passed for t in found.values())
+    again = Collector(scripted(CHAT, perfect), pool, CHAT, LIMITS)
+    runner.run(again.run(attempts_of(task, 2), store))
+    assert again.counters.started == 0, "what is settled is not run again"
+
+
+@pytest.mark.parametrize("broken", ["sandbox", "engine"])
+def test_a_broken_machine_ends_the_batch(
+    runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path, broken: str
+) -> None:
+    """After so many failures in a row; one success in between starts the count anew."""
+    engine = scripted(CHAT, perfect)
+    if broken == "engine":
+        engine.reply = lambda session, ids: (_ for _ in ()).throw(EngineError("connection refused"))
+    boxes = BrokenPool(pool, 10**6 if broken == "sandbox" else 0)
+    limits = dataclasses.replace(LIMITS, num_retries=0, max_failures=5, concurrency=2)
+    error, text = (SandboxError, "no user namespaces") if broken == "sandbox" else (EngineError, "connection refused")
+    with pytest.raises(error, match=f"5 attempts in a row failed, the last with: .*{text}"):
+        collect(runner, boxes, tmp_path / "a", engine, attempts_of(task, 50), limits)
+    stored = Store(tmp_path / "a", "rollouts", Trajectory).read()
+    assert 5 <= len(stored) <= 6 and settled(stored) == {}
+    alternating = scripted(CHAT, perfect)
+    answer = alternating.reply
+
+    def every_third(session: str, ids: list[int]) -> list[int]:
+        if int(session.split("/")[1]) % 3:
+            raise EngineError("connection reset")
+        return answer(session, ids)
+
+    alternating.reply = every_third
+    narrow = dataclasses.replace(limits, concurrency=1)
+    _, counters = collect(runner, pool, tmp_path / "b", alternating, attempts_of(task, 12), narrow)
+    assert counters.finished == 12 and counters.passed == 4 and counters.errors == {"engine": 8}
 
 
 def test_a_real_box_that_dies_is_infrastructure(

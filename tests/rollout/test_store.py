@@ -11,7 +11,7 @@ import pytest
 from rollout_helpers import trajectory
 
 from megatron_rsi.rollout.records import Review, Trajectory
-from megatron_rsi.rollout.store import Store
+from megatron_rsi.rollout.store import Store, store_files
 
 
 def review(number: int) -> Review:
@@ -81,7 +81,7 @@ def test_a_full_disk_leaves_whole_records_only(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import resource, sys
         from megatron_rsi.rollout.records import Review
-        from megatron_rsi.rollout.store import Store
+        from megatron_rsi.rollout.store import Store, store_files
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         store = Store(sys.argv[1], "reviews", Review)
         for n in range(100):
@@ -101,3 +101,16 @@ def test_a_full_disk_leaves_whole_records_only(tmp_path: Path) -> None:
     more = store(tmp_path)
     more.append(review(1000)), more.close()
     assert names(tmp_path)[-1] == "r1000"
+
+
+def test_a_store_reads_its_own_files_only(tmp_path: Path) -> None:
+    """Also where the name holds characters of a pattern, and where another store's name begins with it."""
+    for name in ("a", "a.b", "[x]*"):
+        for writer in (0, 11, None):
+            store = Store(tmp_path, name, Review, writer)
+            store.append(Review(runbook_id=f"{name} {writer}", accepted=True, source="model"))
+            store.close()
+    for name in ("a", "a.b", "[x]*"):
+        assert {r.runbook_id for r in Store(tmp_path, name, Review).read()} == {f"{name} {w}" for w in (0, 11, None)}
+    assert {p.name for p in store_files(tmp_path, "a")} == {"a.0.jsonl", "a.11.jsonl", "a.jsonl"}
+    assert store_files(tmp_path / "nowhere", "a") == []
