@@ -24,7 +24,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = (
         "import sys; from pathlib import Path; from megatron_rsi.base import make_base; from megatron_rsi.config import load;"
         "from megatron_rsi.parallel import World;"
-        "make_base(load('smoke', []), World.init(device='cpu'), Path(sys.argv[1]), print)"
+        "make_base(load('smoke', []), World.init(device='cpu'), Path(sys.argv[1]), lambda *_: None)"
     )
     subprocess.run([sys.executable, "-c", script, str(folder / "base")], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return folder / "base"

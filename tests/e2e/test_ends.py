@@ -73,8 +73,11 @@ def test_bad_input_is_one_clear_line(base: Path, suites: Path, tmp_path: Path) -
     assert "mamba" in mistake("train", "--preset", "smoke", "--base", other, "--dir", tmp_path / "mamba")
 
     assert "harnesses names ['shy']" in mistake(*train, 'rollout.harnesses=["shy"]')
-    assert "max_position_embeddings" in mistake(*train, "engine.context=4096", "model.context=4096")
-    assert "did not start" in mistake(*train, "sandbox.scratch=/dev/null/x", f"tasks.suites_dir={suites}")
+    long = ("train", "--preset", "smoke", "--base", base, "--dir", tmp_path / "long", "engine.context=4096")
+    assert "max_position_embeddings" in mistake(*long, "model.context=4096")
+    box = ("train", "--preset", "smoke", "--base", base, "--dir", tmp_path / "box", "sandbox.scratch=/dev/null/x")
+    assert "/dev/null/x" in mistake(*box)
+    assert attempt_ids(tmp_path / "box") == {}
 
     broken = tmp_path / "broken"
     shutil.copytree(suites, broken)

@@ -164,7 +164,7 @@ def test_hugging_face_folders_sharded_and_broken(world: World, tmp_path: Path) -
     with pytest.raises(ValueError, match="missing weight file .*b.safetensors"):
         checkpoint.load_hf_dir(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+    with pytest.raises(ValueError, match="config.json is not the configuration of a model"):
         checkpoint.load_hf_dir(tmp_path)
     with pytest.raises(ValueError, match="no config.json"):
         checkpoint.load_hf_dir(tmp_path / "absent")
