@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..sandbox import ExecResult, Sandbox, SandboxError, SandboxPool, SandboxSpec
+from ..sandbox import ExecResult, Sandbox, SandboxError, SandboxPool
 from .chat import Chat, Message
 from .engines.base import EngineError, PolicyEngine, Sampling
 from .errors import ERROR_POLICY, ErrorKind
@@ -22,7 +22,7 @@ from .harness import Harness, make_harness
 from .integrity import evidence
 from .records import Completion, Task, Trajectory, Turn, Verdict
 from .store import Store
-from .tasks import environment_files
+from .tasks import prepare, sandbox_spec
 from .verifier import verify
 from .workers import in_parallel
 
@@ -180,9 +180,8 @@ class Collector:
     async def _once(self, attempt: Attempt) -> Trajectory:
         began, episode, task = time.monotonic(), Episode(), attempt.task
         try:
-            spec = SandboxSpec(workdir=task.workdir, env=task.env, memory_mb=task.memory_mb, image=task.docker_image)
-            async with self.pool.lease(spec) as box:
-                await box.write_files(environment_files(task))
+            async with self.pool.lease(sandbox_spec(task, self.pool.spec)) as box:
+                await prepare(box, task)
                 await self._play(attempt, box, episode)
                 verdict = await verify(box, task)
         except SandboxError as error:

@@ -134,8 +134,17 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_action_tokens > 0 and all(ERROR_POLICY[k].trains for k in kinds)
 
 
+class Healthcheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A command that must succeed before the agent starts, tried ``retries`` times."""
+
+    command: str
+    interval_s: float = 5.0
+    timeout_s: float = 30.0
+    retries: int = 3
+
+
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """A Harbor task folder, read and checked. ``files`` are placed under ``workdir`` before the agent starts."""
+    """A Harbor task folder, read and checked."""
 
     task_id: str
     path: str
@@ -144,8 +153,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     agent_timeout_s: float = 120.0
     verifier_timeout_s: float = 30.0
+    verifier_env: dict[str, str] = {}
+    solution_env: dict[str, str] = {}
     max_turns: int = 20
-    memory_mb: int = 512
+    memory_mb: int | None = None  # this and the next three: None leaves it to the configuration
+    cpus: float | None = None
+    storage_mb: int | None = None
+    healthcheck: Healthcheck | None = None
     docker_image: str | None = None
     baseline_fraction: float = 0.0  # f0: the share of checks that hold before anything is done
 

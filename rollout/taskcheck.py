@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..sandbox import SandboxError, SandboxPool, SandboxSpec
+from ..sandbox import SandboxError, SandboxPool
 from .records import Task, Verdict
-from .tasks import environment_files, load_task
+from .tasks import load_task, prepare, sandbox_spec
 from .verifier import verify
 
 
@@ -62,13 +62,17 @@ async def _check_one(path: Path, pool: SandboxPool) -> Row:
 
 
 async def _trial(task: Task, pool: SandboxPool, *, solve: bool) -> Verdict:
-    spec = SandboxSpec(workdir=task.workdir, env=task.env, memory_mb=task.memory_mb, image=task.docker_image)
-    async with pool.lease(spec) as box:
-        await box.write_files(environment_files(task))
+    async with pool.lease(sandbox_spec(task, pool.spec)) as box:
+        await prepare(box, task)
         if solve:
             solution = (Path(task.path) / "solution" / "solve.sh").read_bytes()
             await box.write_files({"/solution/solve.sh": solution}, executable=("/solution/solve.sh",))
-            await box.run(["/bin/bash", "/solution/solve.sh"], timeout_s=task.agent_timeout_s, cwd=task.workdir)
+            await box.run(
+                ["/bin/bash", "/solution/solve.sh"],
+                timeout_s=task.agent_timeout_s,
+                env=task.solution_env,
+                cwd=task.workdir,
+            )
         return await verify(box, task)
 
 

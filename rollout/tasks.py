@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .records import Task
+from ..sandbox import Sandbox, SandboxError, SandboxSpec
+from .records import Healthcheck, Task
 
 REQUIRED = ("instruction.md", "task.toml", "tests/test.sh")
 KNOWN = {
     "": {"schema_version", "source", "task", "metadata", "agent", "verifier", "environment", "solution"},
     "task": {"name", "version", "description", "authors", "keywords"},
     "agent": {"timeout_sec", "network_mode"},
-    "verifier": {"timeout_sec", "environment_mode"},
+    "verifier": {"timeout_sec", "environment_mode", "env"},
     "environment": {
-        "network_mode",
-        "memory_mb",
-        "workdir",
-        "docker_image",
-        "build_timeout_sec",
-        "cpus",
-        "storage_mb",
-        "env",
+        "network_mode", "memory_mb", "workdir", "docker_image", "build_timeout_sec", "cpus", "storage_mb", "gpus", "env",
+        "healthcheck", "allow_internet", "memory", "storage",
     },
-    "solution": set(),
-}
+    "environment.healthcheck": {"command", "interval_sec", "timeout_sec", "retries"},
+    "solution": {"env"},
+}  # fmt: skip
+DAY_S = 86400.0  # no time of a task may be longer
 
 
 class Table:
@@ -46,14 +45,71 @@ class Table:
     def get(self, key: str, default: Any) -> Any:
         value = self.values.get(key, default)
         kinds = (int, float) if isinstance(default, float) else (type(default),)
-        if default is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+        if default is not None and (not isinstance(value, kinds) or isinstance(value, bool) != (bool in kinds)):
             raise ValueError(f"{self.where}: {self.name}.{key} is {value!r}, expected {kinds[-1].__name__}")
         return value
 
+    def number(self, key: str, default: Any, low: float, high: float) -> Any:
+        """An int or a float, as the default is, that lies in [low, high]."""
+        value = self.get(key, default)
+        if not low <= value <= high:
+            raise ValueError(f"{self.where}: {self.name}.{key} must lie in [{low:g}, {high:g}], got {value}")
+        return value
+
+    def optional(self, key: str, kind: type, low: float, high: float) -> Any:
+        return self.number(key, kind(low), low, high) if key in self.values else None
+
+    def env(self) -> dict[str, str]:
+        table = self.get("env", {})
+        return {k: _expand(str(v), f"{self.where}: {self.name}.env.{k}") for k, v in table.items()}
+
+    def megabytes(self, key: str, deprecated: str, low: int) -> int | None:
+        """``key``, or the deprecated form of it: a text such as "2G"."""
+        if deprecated not in self.values or key in self.values:
+            return self.optional(key, int, low, 1 << 30)
+        match = re.fullmatch(r"(\d+)([MG])B?", self.get(deprecated, "").upper())
+        if match is None:
+            raise ValueError(f"{self.where}: {self.name}.{deprecated} must look like '512M' or '2G'; better {key} = 512")
+        return int(match[1]) << (10 if match[2] == "G" else 0)
+
 
 def load_task(folder: Path | str) -> Task:
-    """Reads and checks one task folder. Raises ValueError that names the file and says what to change."""
+    """Reads and checks one task folder. Raises ValueError that names the file and says what to change.
+
+    ``build_timeout_sec`` bounds an image build; tasks that need one are refused later, by ``environment_files``.
+    """
     folder = Path(folder)
+    instruction, document = _read(folder)
+    path = folder / "task.toml"
+    root = Table(path, "", document)
+    agent, verifier, environment, metadata, solution, _ = (
+        Table(path, name, root.values.get(name, {}))
+        for name in ("agent", "verifier", "environment", "metadata", "solution", "task")
+    )
+    _refuse(agent, environment, verifier)
+    environment.optional("build_timeout_sec", float, 1, DAY_S)
+    return Task(
+        task_id=folder.name,
+        path=str(folder),
+        instruction=instruction,
+        workdir=environment.get("workdir", "/app"),
+        env=environment.env(),
+        agent_timeout_s=float(agent.number("timeout_sec", 120.0, 0.1, DAY_S)),
+        verifier_timeout_s=float(verifier.number("timeout_sec", 600.0, 0.1, DAY_S)),
+        verifier_env=verifier.env(),
+        solution_env=solution.env(),
+        max_turns=metadata.number("max_turns", 20, 1, 1_000_000),
+        memory_mb=environment.megabytes("memory_mb", "memory", 16),
+        cpus=environment.optional("cpus", float, 0.01, 1024),
+        storage_mb=environment.megabytes("storage_mb", "storage", 1),
+        healthcheck=_healthcheck(path, environment.get("healthcheck", {})),
+        docker_image=environment.get("docker_image", "") or None,
+        baseline_fraction=_fraction(metadata),
+    )
+
+
+def _read(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The instruction and the parsed task.toml."""
     if not folder.is_dir():
         raise ValueError(f"task folder {folder} does not exist")
     for name in REQUIRED:
@@ -70,26 +126,49 @@ def load_task(folder: Path | str) -> Task:
         raise ValueError(f"{folder / 'instruction.md'} is not UTF-8 text: {error}") from error
     if not instruction:
         raise ValueError(f"{folder / 'instruction.md'} is empty")
-    root = Table(path, "", document)
-    agent, verifier, environment, metadata, *_ = (
-        Table(path, name, root.values.get(name, {}))
-        for name in ("agent", "verifier", "environment", "metadata", "task", "solution")
+    return instruction, document
+
+
+def _healthcheck(path: Path, values: Any) -> Healthcheck | None:
+    table = Table(path, "environment.healthcheck", values)
+    if not table.values:
+        return None
+    if not table.get("command", ""):
+        raise ValueError(f"{path}: environment.healthcheck.command is missing")
+    return Healthcheck(
+        command=table.get("command", ""),
+        interval_s=float(table.number("interval_sec", 5.0, 0.0, DAY_S)),
+        timeout_s=float(table.number("timeout_sec", 30.0, 0.1, DAY_S)),
+        retries=table.number("retries", 3, 1, 10_000),
     )
-    _refuse(agent, environment, verifier)
-    env, image = environment.get("env", {}), environment.get("docker_image", "")
-    return Task(
-        task_id=folder.name,
-        path=str(folder),
-        instruction=instruction,
-        workdir=environment.get("workdir", "/app"),
-        env={k: _expand(str(v), f"{path}: environment.env.{k}") for k, v in env.items()},
-        agent_timeout_s=float(agent.get("timeout_sec", 120.0)),
-        verifier_timeout_s=float(verifier.get("timeout_sec", 600.0)),
-        max_turns=metadata.get("max_turns", 20),
-        memory_mb=environment.get("memory_mb", 512),
-        docker_image=image or None,
-        baseline_fraction=_fraction(metadata),
-    )
+
+
+def sandbox_spec(task: Task, default: SandboxSpec) -> SandboxSpec:
+    """The configured kind of box with what the task states for itself.
+
+    ValueError for a value that no box can have, such as a working directory in /usr.
+    """
+    stated: dict[str, Any]
+    stated = {"memory_mb": task.memory_mb, "cpus": task.cpus, "disk_mb": task.storage_mb, "image": task.docker_image}
+    return replace(default, workdir=task.workdir, env=task.env, **{k: v for k, v in stated.items() if v is not None})
+
+
+async def prepare(box: Sandbox, task: Task) -> None:
+    """Puts the start files into a new box and waits until its healthcheck passes.
+
+    SandboxError when it never does; ValueError for a task that needs an image build.
+    """
+    await box.write_files(environment_files(task))
+    check = task.healthcheck
+    if check is None:
+        return
+    for number in range(check.retries):
+        result = await box.run(["/bin/bash", "-c", check.command], timeout_s=check.timeout_s, cwd=task.workdir)
+        if result.exit_code == 0:
+            return
+        if number + 1 < check.retries:
+            await asyncio.sleep(check.interval_s)
+    raise SandboxError(f"healthcheck failed {check.retries} times: {(result.stderr or result.stdout).strip()[-300:]}")
 
 
 def _expand(value: str, where: str) -> str:
@@ -118,6 +197,10 @@ def _refuse(agent: Table, environment: Table, verifier: Table) -> None:
         mode = table.get("network_mode", "no-network")
         if mode != "no-network":
             raise ValueError(f"{table.where}: {table.name}.network_mode = {mode!r}; only 'no-network' is supported")
+    if environment.get("allow_internet", False):
+        raise ValueError(f"{environment.where}: environment.allow_internet = true; only false is supported")
+    if environment.get("gpus", 0) != 0:
+        raise ValueError(f"{environment.where}: environment.gpus = {environment.get('gpus', 0)}; only 0 is supported")
     mode = verifier.get("environment_mode", "shared")
     if mode != "shared":
         raise ValueError(f"{verifier.where}: verifier.environment_mode = {mode!r}; only 'shared' is supported")

@@ -39,7 +39,7 @@ async def verify(box: Sandbox, task: Task) -> Verdict:
     await _clean(box)
     await box.write_files(_tests(task.path), executable=("/tests/test.sh",))
     script = f"/tests/test.sh > {LOGS}/test-stdout.txt 2>&1"
-    result = await box.run(["/bin/bash", "-c", script], timeout_s=task.verifier_timeout_s)
+    result = await box.run(["/bin/bash", "-c", script], timeout_s=task.verifier_timeout_s, env=task.verifier_env)
     if result.timed_out:
         verdict = Verdict(error=ErrorKind.VERIFIER_TIMEOUT, message=f"no verdict in {task.verifier_timeout_s} s")
     else:

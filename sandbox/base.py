@@ -23,7 +23,8 @@ class SandboxSpec:
 
     ``memory_mb`` counts all processes and the files together where control groups are writable, else each process
     alone and all processes by a watch. ``disk_mb`` bounds each writable directory of a bubblewrap box and each file
-    of a container. ``cpu_s`` bounds the processor time of each process. ``image`` belongs to Docker; bubblewrap shows
+    of a container. ``cpu_s`` bounds the processor time of each process, ``cpus`` the processors that all of them use
+    together (a bubblewrap box needs writable control groups for it). ``image`` belongs to Docker; bubblewrap shows
     the host's /usr and takes None or "host".
     """
 
@@ -32,6 +33,7 @@ class SandboxSpec:
     memory_mb: int = 512
     max_processes: int = 64
     cpu_s: float | None = None
+    cpus: float | None = None
     disk_mb: int = 64
     network: bool = False
     image: str | None = None
@@ -45,8 +47,9 @@ class SandboxSpec:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.memory_mb < 16:
             raise ValueError(f"memory_mb={self.memory_mb} is too little for a shell; use 16 or more")
-        if self.cpu_s is not None and self.cpu_s <= 0:
-            raise ValueError(f"cpu_s={self.cpu_s} must be positive, or left out for no limit")
+        for name in ("cpu_s", "cpus"):
+            if (value := getattr(self, name)) is not None and not 0.01 <= value < 1e6:
+                raise ValueError(f"{name}={value} must be at least 0.01, or left out for no limit")
 
     def shape(self) -> SandboxSpec:
         """The part fixed when a box starts: boxes of equal shape are interchangeable after a reset."""

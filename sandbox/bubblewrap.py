@@ -52,6 +52,7 @@ ETC_FILES = {
 }
 ETC_PATHS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 NETWORK_ETC_PATHS = ("/etc/resolv.conf", "/etc/ssl", "/etc/ca-certificates")
+NO_CPU_GROUP = "a bubblewrap box needs writable control groups for it; use sandbox.kind=docker or leave cpus out"
 _numbers = itertools.count()
 
 
@@ -104,6 +105,10 @@ class BubblewrapSandbox(SupervisedSandbox):
             ours.close()
             await self._destroy()
             raise SandboxError(f"bubblewrap could not be started: {error}") from error
+        except ValueError:
+            ours.close()
+            await self._destroy()
+            raise
         finally:
             theirs.close()
         self.channel = Channel(ours)
@@ -113,6 +118,8 @@ class BubblewrapSandbox(SupervisedSandbox):
         self.run_folder = Run.enter(self.scratch, id(self), self._destroy_now)
         if self.wants_groups:
             self._enter_groups()
+        if self.spec.cpus and not self.group:
+            raise ValueError(f"cpus={self.spec.cpus} cannot be enforced here: {NO_CPU_GROUP}")
         files = [_memory_file(name, text) for name, text in ETC_FILES.items()]
         bwrap = os.open(bwrap_path(), os.O_RDONLY)
         try:
@@ -136,7 +143,8 @@ class BubblewrapSandbox(SupervisedSandbox):
         assert self.run_folder is not None
         name = f"megatron-rsi-{self.run_folder.id}-{next(_numbers)}"
         memory_bytes = (self.spec.memory_mb << 20) + SUPERVISOR_MEMORY_BYTES
-        self.group = ControlGroup.create(name, memory_bytes, self.spec.max_processes + SUPERVISOR_PROCESSES)
+        max_processes = self.spec.max_processes + SUPERVISOR_PROCESSES
+        self.group = ControlGroup.create(name, memory_bytes, max_processes, self.spec.cpus)
         for directory in self.group.directories if self.group else ():
             self.run_folder.note("cgroups", str(directory))
 

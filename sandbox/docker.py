@@ -147,6 +147,7 @@ class DockerSandbox(SupervisedSandbox):
             network_mode="bridge" if self.spec.network else "none",
             mem_limit=memory_bytes,
             memswap_limit=memory_bytes,
+            nano_cpus=round(self.spec.cpus * 1e9) if self.spec.cpus else None,
             pids_limit=self.spec.max_processes + SUPERVISOR_PROCESSES,
             cap_drop=["ALL"],
             cap_add=CAPABILITIES,

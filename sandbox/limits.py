@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+CPU_PERIOD_US = 100_000
 
 
 def _own_paths() -> dict[str, str]:
@@ -18,15 +19,15 @@ def _own_paths() -> dict[str, str]:
     return paths
 
 
-def _parents() -> list[Path]:
-    """Directories below which this process may try to make groups: one (version 2) or memory and pids (version 1)."""
+def _parents(controllers: tuple[str, ...]) -> list[Path]:
+    """Directories below which this process may try to make groups: one (version 2) or one a controller (version 1)."""
     try:
         own = _own_paths()
     except OSError:
         return []
     if (CGROUP_ROOT / "cgroup.controllers").exists():
         return [CGROUP_ROOT / own.get("", "")]
-    mounts = {name: CGROUP_ROOT / name for name in ("memory", "pids")}
+    mounts = {name: CGROUP_ROOT / name for name in controllers}
     return [mount / own[name] if (mount / own.get(name, "-")).is_dir() else mount for name, mount in mounts.items()]
 
 
@@ -37,26 +38,32 @@ class ControlGroup:
         self.directories = directories
 
     @classmethod
-    def create(cls, name: str, memory_bytes: int, max_processes: int) -> ControlGroup | None:
-        group = cls([])
+    def create(
+        cls, name: str, memory_bytes: int, max_processes: int, cpus: float | None = None
+    ) -> ControlGroup | None:
+        group, controllers = cls([]), ("memory", "pids", *(["cpu"] if cpus else []))
         try:
-            for parent in _parents():
+            for parent in _parents(controllers):
                 if not os.access(parent, os.W_OK):
                     raise PermissionError(parent)
                 if (parent / "cgroup.subtree_control").exists():
-                    (parent / "cgroup.subtree_control").write_text("+memory +pids")
+                    (parent / "cgroup.subtree_control").write_text(" ".join(f"+{c}" for c in controllers))
                 directory = parent / name
                 directory.mkdir()
                 group.directories.append(directory)
-            group._limit(memory_bytes, max_processes)
+            group._limit(memory_bytes, max_processes, cpus)
         except OSError:
             group.remove()
             return None
         return group if group.directories else None
 
-    def _limit(self, memory_bytes: int, max_processes: int) -> None:
+    def _limit(self, memory_bytes: int, max_processes: int, cpus: float | None) -> None:
+        values: dict[str, object]
         values = {"memory.limit_in_bytes": memory_bytes, "memory.memsw.limit_in_bytes": memory_bytes,
                   "memory.max": memory_bytes, "memory.swap.max": 0, "pids.max": max_processes}  # fmt: skip
+        if cpus:
+            quota = round(cpus * CPU_PERIOD_US)
+            values |= {"cpu.cfs_period_us": CPU_PERIOD_US, "cpu.cfs_quota_us": quota, "cpu.max": f"{quota} {CPU_PERIOD_US}"}
         written = set()
         for directory in self.directories:
             for file, value in values.items():
@@ -65,6 +72,8 @@ class ControlGroup:
                     written.add(file)
         if "pids.max" not in written or not written & {"memory.max", "memory.limit_in_bytes"}:
             raise OSError("the memory or the pids controller is missing")
+        if cpus and not written & {"cpu.max", "cpu.cfs_quota_us"}:
+            raise OSError("the cpu controller is missing")
 
     def members(self) -> set[int]:
         """Process ids in the groups."""

@@ -26,8 +26,8 @@ from megatron_rsi.rollout.harness import (
 )
 from megatron_rsi.rollout.records import Task
 from megatron_rsi.rollout.taskgen import Composite, compose
-from megatron_rsi.rollout.tasks import environment_files, load_task
-from megatron_rsi.sandbox import SandboxPool, SandboxSpec
+from megatron_rsi.rollout.tasks import load_task, prepare, sandbox_spec
+from megatron_rsi.sandbox import SandboxPool
 
 COMPOSITE: Composite = compose(random.Random(3), 2, "train")
 GARBAGE = [
@@ -54,8 +54,8 @@ def play(
     runner: asyncio.Runner, pool: SandboxPool, task: Task, harness: Harness, replies: Sequence[str]
 ) -> list[Reaction]:
     async def go() -> list[Reaction]:
-        async with pool.lease(SandboxSpec(workdir=task.workdir, memory_mb=task.memory_mb)) as box:
-            await box.write_files(environment_files(task))
+        async with pool.lease(sandbox_spec(task, pool.spec)) as box:
+            await prepare(box, task)
             trial = BoxTrial(box, task, Limits())
             reactions: list[Reaction] = []
             for reply in replies:
@@ -140,7 +140,7 @@ def test_garbage_is_answered_and_never_an_error(
 
 def test_the_shell_persists_and_a_slow_command_is_cut(runner: asyncio.Runner, pool: SandboxPool, task: Task) -> None:
     async def go() -> list[str | None]:
-        async with pool.lease(SandboxSpec(workdir=task.workdir, memory_mb=task.memory_mb)) as box:
+        async with pool.lease(sandbox_spec(task, pool.spec)) as box:
             patient, hasty = (BoxTrial(box, task, Limits(command_timeout_s=s)) for s in (30.0, 0.5))
             replies = ["mkdir d", "cd d", "pwd", "x=5", "echo $x", "sleep 60", "pwd"]
             return [(await General().react(r, hasty if "sleep" in r else patient)).observation for r in replies]

@@ -16,8 +16,8 @@ from megatron_rsi.rollout.collect import BoxTrial, Limits
 from megatron_rsi.rollout.harness import Reaction, make_harness
 from megatron_rsi.rollout.harness_terminus import CONFIRM, parse
 from megatron_rsi.rollout.taskgen import Composite, compose
-from megatron_rsi.rollout.tasks import environment_files, load_task
-from megatron_rsi.sandbox import SandboxPool, SandboxSpec
+from megatron_rsi.rollout.tasks import load_task, prepare, sandbox_spec
+from megatron_rsi.sandbox import SandboxPool
 
 COMPOSITE: Composite = compose(random.Random(3), 2, "train")
 
@@ -83,8 +83,8 @@ def play(runner: asyncio.Runner, pool: SandboxPool, folder: Path, replies: list[
     task = load_task(write_task(folder, COMPOSITE))
 
     async def go() -> tuple[list[Reaction], bool]:
-        async with pool.lease(SandboxSpec(workdir=task.workdir, memory_mb=task.memory_mb)) as box:
-            await box.write_files(environment_files(task))
+        async with pool.lease(sandbox_spec(task, pool.spec)) as box:
+            await prepare(box, task)
             trial, harness = BoxTrial(box, task, Limits(command_timeout_s=20.0)), make_harness("terminus")
             assert task.instruction in harness.opening(task)[0].text
             return [await harness.react(reply, trial) for reply in replies], await trial.passes()

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rollout_helpers import sizes, write_task
 
 from megatron_rsi.rollout.taskgen import compose, generate_suites
-from megatron_rsi.rollout.tasks import content_hash, environment_files, load_suite, load_task, require_disjoint
+from megatron_rsi.rollout.tasks import (
+    content_hash,
+    environment_files,
+    load_suite,
+    load_task,
+    prepare,
+    require_disjoint,
+    sandbox_spec,
+)
+from megatron_rsi.sandbox import SandboxError, SandboxPool, SandboxSpec
 
 TOML = """schema_version = "1.4"
 [task]
@@ -62,6 +73,39 @@ def test_every_value_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert load_task(tmp_path / "t").env["COLOUR"] == "red"
 
 
+def test_what_a_task_states_overrides_the_configured_box(tmp_path: Path) -> None:
+    configured = SandboxSpec(memory_mb=300, max_processes=40, disk_mb=20, image="base")
+    toml = "[environment]\ncpus = 1.5\nstorage_mb = 30\nmemory = '2G'\nenv = { A = 'b' }\n"
+    stated = load_task(write(tmp_path / "stated", toml=toml))
+    assert sandbox_spec(stated, configured) == replace(
+        configured, env={"A": "b"}, cpus=1.5, disk_mb=30, memory_mb=2048
+    )
+    silent = load_task(write(tmp_path / "silent", toml="[environment]\nworkdir = '/work'\n"))
+    assert sandbox_spec(silent, configured) == replace(configured, workdir="/work")
+
+
+def test_the_configured_limits_and_the_healthcheck_reach_the_box(
+    runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    check = "[environment.healthcheck]\ncommand = 'echo x >> tries; test $(wc -l < tries) = {n}'\n"
+    check += "retries = 2\ninterval_sec = 0\n"
+    good, bad = (load_task(write(tmp_path / n, toml=check.replace("{n}", n), dockerfile=None)) for n in ("2", "3"))
+
+    async def main() -> int:
+        async with SandboxPool("bubblewrap", 1, SandboxSpec(memory_mb=96, max_processes=12), tmp_path / "s") as pool:
+            async with pool.lease(sandbox_spec(good, pool.spec)) as box:
+                await prepare(box, good)
+                forks = "n=0; while [ $n -lt 40 ]; do sleep 9 & n=$((n+1)); done"
+                await box.exec(forks, timeout_s=10)
+                counted = await box.kill_processes()
+            async with pool.lease(sandbox_spec(bad, pool.spec)) as box:
+                with pytest.raises(SandboxError, match="healthcheck failed 2 times"):
+                    await prepare(box, bad)
+            return counted
+
+    assert 6 <= runner.run(main()) <= 13
+
+
 def test_a_variable_that_is_not_set_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "t", toml=TOML.format(more="").replace("${TEST_COLOUR:-green}", "${NOT_SET_ANYWHERE}"))
     with pytest.raises(ValueError, match="task.toml: environment.env.COLOUR needs the variable NOT_SET_ANYWHERE"):
@@ -84,9 +128,21 @@ def test_missing_files_are_named(tmp_path: Path, name: str) -> None:
         (dict(toml="agent = 3"), r"\[agent\] must be a table"),
         (dict(toml="artifacts = []"), r"the top level has \['artifacts'\], which this trainer does not support"),
         (dict(toml="[agent]\nuser = 'x'"), r"\[agent\] has \['user'\]"),
-        (dict(toml="[solution]\nenv = {A = '1'}"), r"\[solution\] has \['env'\]"),
+        (dict(toml="[verifier]\nuser = 'x'"), r"\[verifier\] has \['user'\]"),
+        (dict(toml="[[steps]]\nname = 'x'"), r"the top level has \['steps'\]"),
         (dict(toml="[task]\ntypo = 1"), r"\[task\] has \['typo'\]"),
-        (dict(toml="[environment]\nallow_internet = true"), r"\[environment\] has \['allow_internet'\]"),
+        (dict(toml="[environment]\nallow_internet = true"), "allow_internet = true; only false is supported"),
+        (dict(toml="[environment]\ngpus = 1"), "gpus = 1; only 0 is supported"),
+        (dict(toml="[environment]\nmemory_mb = 8"), r"environment.memory_mb must lie in \[16, .*got 8"),
+        (dict(toml="[environment]\nmemory = '2X'"), "environment.memory must look like '512M' or '2G'; better memory_mb"),
+        (dict(toml="[environment]\ncpus = 0"), r"environment.cpus must lie in \[0.01, 1024\], got 0"),
+        (dict(toml="[environment]\nstorage_mb = 0"), r"environment.storage_mb must lie in \[1, "),
+        (dict(toml="[environment]\nbuild_timeout_sec = -1"), r"environment.build_timeout_sec must lie in \[1, "),
+        (dict(toml="[environment.healthcheck]\nretries = 2"), "environment.healthcheck.command is missing"),
+        (dict(toml="[environment.healthcheck]\ncommand = 'x'\nretries = 0"), "healthcheck.retries must lie in"),
+        (dict(toml="[agent]\ntimeout_sec = 0"), r"agent.timeout_sec must lie in \[0.1, 86400\], got 0"),
+        (dict(toml="[verifier]\ntimeout_sec = nan"), "verifier.timeout_sec must lie in .* got nan"),
+        (dict(toml="[metadata]\nmax_turns = 0"), "metadata.max_turns must lie in .* got 0"),
         (dict(toml="[environment]\nnetwork_mode = 'public'"), "network_mode = 'public'; only 'no-network'"),
         (dict(toml="[agent]\nnetwork_mode = 'allowlist'"), "agent.network_mode = 'allowlist'"),
         (dict(toml="[verifier]\nenvironment_mode = 'separate'"), "environment_mode = 'separate'"),

@@ -13,9 +13,9 @@ from rollout_helpers import write_task
 from megatron_rsi.rollout.errors import ErrorKind
 from megatron_rsi.rollout.records import Task, Verdict
 from megatron_rsi.rollout.taskgen import Composite, compose
-from megatron_rsi.rollout.tasks import environment_files, load_task
+from megatron_rsi.rollout.tasks import load_task, prepare, sandbox_spec
 from megatron_rsi.rollout.verifier import parse, verify
-from megatron_rsi.sandbox import SandboxPool, SandboxSpec
+from megatron_rsi.sandbox import SandboxPool
 
 
 def ctrf(*tests: tuple[str, str]) -> bytes:
@@ -88,8 +88,8 @@ def judge(
     """The verdict after ``command``; with ``then`` the output of a command after it."""
 
     async def go() -> Verdict | str:
-        async with pool.lease(SandboxSpec(workdir=task.workdir, memory_mb=task.memory_mb)) as box:
-            await box.write_files(environment_files(task))
+        async with pool.lease(sandbox_spec(task, pool.spec)) as box:
+            await prepare(box, task)
             await box.exec(command, timeout_s=10.0)
             verdict = await verify(box, task)
             return (await box.exec(then, timeout_s=10.0)).stdout if then else verdict

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import SPEC, need
 
-from megatron_rsi.sandbox import SandboxError, SandboxPool, SandboxSpec, make_sandbox
+from megatron_rsi.sandbox import BubblewrapSandbox, SandboxError, SandboxPool, SandboxSpec, make_sandbox
+from megatron_rsi.sandbox.channel import SupervisedSandbox
+from megatron_rsi.sandbox.limits import ControlGroup
 
 
 @pytest.fixture(params=["bubblewrap", "docker"])
@@ -35,12 +38,15 @@ def test_a_box_is_reused_as_new(kind: str, tmp_path: Path) -> None:
 def test_never_more_boxes_than_its_size(kind: str, tmp_path: Path) -> None:
     async def main() -> tuple[int, int]:
         now = most = 0
+        both = asyncio.Barrier(2)
 
         async def trial(pool: SandboxPool, number: int) -> None:
             nonlocal now, most
             async with pool.lease(replace(SPEC, disk_mb=8 + number % 2)) as box:  # two shapes compete for the slots
                 now, most = now + 1, max(most, now + 1)
-                assert (await box.exec(f"sleep 0.05; echo {number}", timeout_s=5)).stdout == f"{number}\n"
+                if number < 2:
+                    await both.wait()
+                assert (await box.exec(f"echo {number}", timeout_s=5)).stdout == f"{number}\n"
                 now -= 1
 
         async with SandboxPool(kind, 2, SPEC, tmp_path) as pool:
@@ -146,6 +152,41 @@ def test_an_image_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="'no/such:image' is not on this machine"):
         asyncio.run(make_sandbox("docker", SandboxSpec(image="no/such:image"), tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processors_are_limited_or_refused(kind: str, tmp_path: Path) -> None:
+    spec = replace(SPEC, cpus=0.5)
+
+    async def main() -> tuple[object, ...]:
+        box = await make_sandbox(kind, spec, tmp_path)
+        try:
+            assert (await box.exec("echo", timeout_s=5)).exit_code == 0
+            return _limit_of(box)
+        finally:
+            await box.close()
+
+    if kind == "docker" or _groups_are_writable():
+        assert asyncio.run(main()) in ((500_000_000,), ("50000",), ("50000 100000",))
+    if kind == "bubblewrap":
+        with pytest.raises(ValueError, match="cpus=0.5 cannot be enforced here"):
+            asyncio.run(BubblewrapSandbox(spec, tmp_path, control_groups=False).start())
+    assert list(tmp_path.iterdir()) == []
+
+
+def _groups_are_writable() -> bool:
+    group = ControlGroup.create(f"megatron-rsi-test-{os.getpid()}", 1 << 26, 8, 0.5)
+    return group is not None and group.remove()
+
+
+def _limit_of(box: SupervisedSandbox) -> tuple[object, ...]:
+    if isinstance(box, BubblewrapSandbox):
+        assert box.group is not None
+        files = [d / name for d in box.group.directories for name in ("cpu.cfs_quota_us", "cpu.max")]
+        return tuple(file.read_text().strip() for file in files if file.exists())
+    from megatron_rsi.sandbox.docker import DockerSandbox, _client
+
+    assert isinstance(box, DockerSandbox)
+    return (_client(box.host).inspect_container(box.name)["HostConfig"]["NanoCpus"],)
 
 
 def test_containers_are_hardened(tmp_path: Path) -> None:
