@@ -31,6 +31,7 @@ def train(config: Config, argv: Sequence[str], again_from: str | None = None) ->
     ``again_from`` names a stage (rsr-1, rpr-1, ...) to do once more, with all that follow; what there was is set aside.
     The same command resumes such a run too: only after it has finished does it set aside once more.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
     signal.signal(signal.SIGTERM, _stop)
     run = open_run(config, argv, again_from)
     try:

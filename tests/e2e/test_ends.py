@@ -46,6 +46,18 @@ def test_interrupt_kill_and_normal_end_leave_nothing(base: Path, tmp_path: Path)
     assert leftovers(scratch) == []
 
 
+def test_a_scheduler_that_ends_the_run_leaves_nothing(base: Path, tmp_path: Path) -> None:
+    """SIGTERM in the middle of rollouts: one line, no lost task of the event loop, and the run goes on later."""
+    scratch, folder = tmp_path / "scratch", tmp_path / "run"
+    process = start(scratch, "train", "--preset", "smoke", "--base", base, "--dir", folder)
+    wait_for_attempts(process, folder, 4)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130 and "the same command goes on" in output, output[-3000:]
+    assert "Traceback" not in output and "never retrieved" not in output, output[-3000:]
+    assert leftovers(scratch) == []
+
+
 def mistake(*arguments: object) -> str:
     done = subprocess.run(command(*arguments), capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 2, done.stdout + done.stderr
