@@ -142,7 +142,7 @@ def test_an_evaluation_goes_on_but_never_with_another_models_attempts(base: Path
     assert "core" in first and max(map(len, first.splitlines())) <= 80
     stored = json.loads((out / "results.json").read_text())
     assert stored["stages"][0]["suites"]["core"]["n"] == 8
-    assert run_eval("--checkpoint", base, "--suites", suites / "core", "--out", out) == first
+    assert first.endswith(run_eval("--checkpoint", base, "--suites", suites / "core", "--out", out)), "the same table"
     before = attempt_ids(out)
     assert len(before) == 8 and set(before.values()) == {1}, "the second time nothing was left to do"
 
@@ -181,7 +181,8 @@ def test_a_stage_done_again_is_set_aside_once_and_can_be_interrupted(base: Path,
     first = json.loads((folder / "results.json").read_text())
     again = (*arguments, "--again-from", "rpr-1")
     process = start(scratch, *again)
-    while process.poll() is None and not list((folder / "cycle_00").glob("rpr/rollouts.update0.*")):
+    done_again = folder / "cycle_00" / "rpr"
+    while process.poll() is None and not ((folder / "again_from").exists() and list(done_again.glob("rollouts.update0.*"))):
         time.sleep(0.02)
     kill_group(process)
     assert (folder / "again_from").read_text() == "rpr-1\n"
