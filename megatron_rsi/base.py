@@ -48,7 +48,8 @@ def make_base(config: Config, world: World, folder: Path, report: Callable[[int,
     chat = Chat(tokenizer, TINY)
     shape = model_config(config)
     ratio = settings.muon_lr / settings.adamw_lr
-    policy = Policy(shape, world, OptimizerConfig(kind="muon", weight_decay=settings.weight_decay, muon_lr_ratio=ratio))
+    optimizer = OptimizerConfig(kind="muon", weight_decay=settings.weight_decay, muon_lr_ratio=ratio)
+    policy = Policy(shape, world, optimizer, megatron=config.megatron)
     policy.load_hf(random_tensors(shape, config.seed))
     draw = batches(chat, settings, config.seed, settings.steps, settings.batch_tokens, config.model.context)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
@@ -39,9 +39,7 @@ class PackedBatch:
     engine_logprobs: Tensor  # float32[T], 0 where mask is 0
     weights: Tensor  # float32[T], weight of the token's trajectory in the loss
     sequence_ids: tuple[str, ...] = ()
-    truncated: Tensor | None = None  # bool[S]: ended without a verdict, bootstrap from the critic
     old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -51,14 +49,12 @@ class PackedBatch:
         size, bounds = self.tokens.shape[0], self.cu_seqlens.tolist()
         for f in fields(self):
             tensor = getattr(self, f.name)
-            if isinstance(tensor, Tensor) and f.name not in ("cu_seqlens", "truncated") and tensor.shape != (size,):
+            if isinstance(tensor, Tensor) and f.name != "cu_seqlens" and tensor.shape != (size,):
                 raise ValueError(f"batch.{f.name} has shape {tuple(tensor.shape)} but there are {size} tokens")
         if bounds[0] != 0 or bounds[-1] != size or any(b <= a for a, b in zip(bounds, bounds[1:], strict=False)):
             raise ValueError(f"cu_seqlens must rise from 0 to {size} with no empty sequence, got {bounds}")
         if self.sequence_ids and len(self.sequence_ids) != self.num_sequences:
             raise ValueError(f"{len(self.sequence_ids)} sequence ids for {self.num_sequences} sequences")
-        if self.truncated is not None and self.truncated.shape != (self.num_sequences,):
-            raise ValueError(f"truncated has shape {tuple(self.truncated.shape)}, expected ({self.num_sequences},)")
         first = self.mask[self.cu_seqlens[:-1].long()]
         if bool(first.any()):
             where = int(first.nonzero()[0])
@@ -112,9 +108,7 @@ class PackedBatch:
             engine_logprobs=zero,
             weights=zero,
             sequence_ids=("",),
-            truncated=torch.zeros(1, dtype=torch.bool),
             old_logprobs=zero,
-            ref_logprobs=zero,
             values=zero,
             advantages=zero,
             returns=zero,
@@ -132,7 +126,6 @@ class Sample:
     logprobs: list[float]
     reward: float = 0.0
     weight: float = 1.0
-    truncated: bool = False
 
     def __post_init__(self) -> None:
         for name in ("mask", "turn_ids", "logprobs"):
@@ -142,7 +135,7 @@ class Sample:
                 )
 
     @classmethod
-    def of(cls, trajectory: Trajectory, reward: float = 0.0, weight: float = 1.0, truncated: bool = False) -> Sample:
+    def of(cls, trajectory: Trajectory, reward: float = 0.0, weight: float = 1.0) -> Sample:
         return cls(
             trajectory.attempt_id,
             trajectory.tokens,
@@ -151,7 +144,6 @@ class Sample:
             trajectory.logprobs,
             reward,
             weight,
-            truncated,
         )
 
     @classmethod
@@ -190,56 +182,19 @@ def make_batch(sequences: Sequence[Sample]) -> PackedBatch:
         engine_logprobs=join(lambda s: s.logprobs, torch.float32),
         weights=join(lambda s: [s.weight] * s.num_tokens, torch.float32),
         sequence_ids=tuple(s.sequence_id for s in sequences),
-        truncated=torch.tensor([s.truncated for s in sequences]),
     )
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Batches and what did not get in: ``num_dropped`` too long to train on, ``num_cut`` shortened to fit."""
-
-    batches: list[PackedBatch]
-    num_dropped: int = 0
-    num_cut: int = 0
-
-
-def pack(
-    items: Iterable[Sample | Trajectory], max_tokens: int, *, max_length: int | None = None, too_long: str = "drop"
-) -> Packing:
-    """Pack sequences into batches of at most ``max_tokens`` tokens, first-fit decreasing, deterministic.
-
-    A sequence longer than ``max_length`` (default and at most ``max_tokens``) is dropped (``too_long="drop"``), cut at
-    its end (``"cut"``; dropped when no sampled token is left, and its reward is lost with its last action token, so
-    only for losses without one) or refused (``"raise"``: ValueError). Drops and cuts are counted, never silent.
-    """
-    if too_long not in ("drop", "cut", "raise"):
-        raise ValueError(f"unknown too_long policy {too_long!r}, expected drop, cut or raise")
-    limit = min(max_tokens, max_length or max_tokens)
-    fitting, dropped, num_cut = [], 0, 0
-    for item in items:
-        sequence: Sample | None = Sample.of(item) if isinstance(item, Trajectory) else item
-        assert sequence is not None
-        if sequence.num_tokens > limit:
-            if too_long == "raise":
-                raise ValueError(
-                    f"{sequence.sequence_id} has {sequence.num_tokens} tokens, more than the limit of {limit}: "
-                    "raise the token budget or the context, or drop long sequences"
-                )
-            sequence = _cut(sequence, limit) if too_long == "cut" else None
-            num_cut += sequence is not None
-            dropped += sequence is None
-        if sequence is not None:
-            fitting.append(sequence)
-    bins = first_fit_decreasing([s.num_tokens for s in fitting], max_tokens)
-    return Packing([make_batch([fitting[i] for i in b]) for b in bins], dropped, num_cut)
-
-
-def _cut(s: Sample, limit: int) -> Sample | None:
-    if True not in s.mask[:limit]:
-        return None
-    return replace(
-        s, tokens=s.tokens[:limit], mask=s.mask[:limit], turn_ids=s.turn_ids[:limit], logprobs=s.logprobs[:limit]
-    )
+def pack(sequences: Sequence[Sample], max_tokens: int) -> list[PackedBatch]:
+    """Batches of at most ``max_tokens`` tokens, first-fit decreasing, deterministic. ValueError for a longer sequence."""
+    for s in sequences:
+        if s.num_tokens > max_tokens:
+            raise ValueError(
+                f"{s.sequence_id} has {s.num_tokens} tokens, more than the limit of {max_tokens}: "
+                "raise the token budget, or leave long sequences out"
+            )
+    bins = first_fit_decreasing([s.num_tokens for s in sequences], max_tokens)
+    return [make_batch([sequences[i] for i in b]) for b in bins]
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -260,7 +215,7 @@ def split_dp(items: Sequence[Item], dp: int, size: Callable[[Item], int] | None 
     """Share items over ``dp`` ranks: token totals even, largest first to the emptiest rank, order kept within a rank.
 
     ``size`` defaults to the item's ``num_tokens``. With fewer items than ranks some ranks get none; micro-batch counts
-    are then evened out by :func:`even_counts` (or by the policy, with empty batches).
+    are evened out by the policy, with empty batches.
     """
     measure = size or (lambda item: item.num_tokens)  # type: ignore[attr-defined]
     sizes = [measure(item) for item in items]
@@ -270,12 +225,6 @@ def split_dp(items: Sequence[Item], dp: int, size: Callable[[Item], int] | None 
         shares[rank].append(index)
         totals[rank] += sizes[index]
     return [[items[i] for i in sorted(share)] for share in shares]
-
-
-def even_counts(shares: Sequence[Sequence[PackedBatch]]) -> list[list[PackedBatch]]:
-    """The same number of micro-batches for every rank: short ranks get empty ones (unequal counts would deadlock)."""
-    count = max(1, *(len(s) for s in shares))
-    return [list(s) + [PackedBatch.empty()] * (count - len(s)) for s in shares]
 
 
 def whiten(

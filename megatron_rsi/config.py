@@ -35,7 +35,7 @@ __all__ = ["ROOT", "Config", "changed_keys", "dump", "find_preset", "flat", "loa
 
 ROOT = Path(__file__).resolve().parent.parent  # of the checkout; presets live under scripts/presets
 RESUMABLE_KEYS = frozenset(  # change where and how fast a run goes, never what it computes
-    {"run_dir", "world.device", "world.threads", "sandbox.pool_size", "sandbox.scratch"}
+    {"run_dir", "world.device", "world.threads", "world.timeout_s", "sandbox.pool_size", "sandbox.scratch"}
 )
 
 _TYPE_NAMES = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false"}

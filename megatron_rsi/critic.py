@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ def build_critic(
     world: World,
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     optimizer: OptimizerConfig | None = None,
+    megatron: Mapping[str, Any] | None = None,
 ) -> Policy:
     """A first critic: the actor's weights, never tied, a value head of zeros (every value is 0), a fresh optimizer.
 
@@ -29,7 +31,7 @@ def build_critic(
     """
     body = {name: t for name, t in _pairs(tensors) if name not in _HEAD}
     zeros = {_HEAD[0]: torch.zeros(1, config.hidden_size), _HEAD[1]: torch.zeros(1)}
-    critic = Policy(config, world, optimizer, value_head=True)
+    critic = Policy(config, world, optimizer, value_head=True, megatron=megatron)
     critic.load_hf(body | zeros)
     return critic
 
@@ -39,6 +41,7 @@ def inherit(
     world: World,
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     optimizer: OptimizerConfig | None = None,
+    megatron: Mapping[str, Any] | None = None,
 ) -> Policy:
     """The critic of the stage before: its weights with its value head, a fresh optimizer (no states are carried over).
 
@@ -51,7 +54,7 @@ def inherit(
             f"the critic to inherit lacks {', '.join(missing)}: it is an actor's or a damaged checkpoint; "
             "use build_critic to start a new value head"
         )
-    critic = Policy(config, world, optimizer, value_head=True)
+    critic = Policy(config, world, optimizer, value_head=True, megatron=megatron)
     critic.load_hf(given)
     return critic
 

@@ -28,6 +28,7 @@ from .kernels import linear_logprob
 from .model import HiddenStates, PackedLayout, build_model, head_weight, packed_layout, vocab_start
 from .muon import Muon
 from .parallel import World
+from .settings import Layout
 from .weights import ModelConfig
 
 __all__ = ["ModelConfig", "OptimizerConfig", "Outputs", "Policy"]
@@ -37,7 +38,7 @@ __all__ = ["ModelConfig", "OptimizerConfig", "Outputs", "Policy"]
 class OptimizerConfig:
     """How weights are updated. The learning rate itself comes with every step.
 
-    ``muon`` uses torch.optim.Muon for the matrices of the layers, at ``muon_lr_ratio`` times the learning rate, and
+    ``muon`` uses :class:`Muon` for the matrices of the layers, at ``muon_lr_ratio`` times the learning rate, and
     AdamW for embedding, head and norms; only without tensor parallelism. ``bf16`` keeps float32 master weights.
     """
 
@@ -50,6 +51,13 @@ class OptimizerConfig:
     distributed: bool = False  # shard optimizer states over data-parallel ranks
     muon_lr_ratio: float = 10.0
     muon_momentum: float = 0.95
+
+    @classmethod
+    def of(cls, layout: Layout, world: World, **values: Any) -> OptimizerConfig:
+        """AdamW with the number format of ``world.dtype``, its states sharded where data-parallel GPUs can share them."""
+        on_gpu = world.device.type == "cuda"
+        bf16 = layout.dtype == "bfloat16" or (layout.dtype == "auto" and on_gpu)
+        return cls(bf16=bf16, distributed=on_gpu and world.dp > 1, **values)
 
     def __post_init__(self) -> None:
         if self.kind not in ("adamw", "muon"):
@@ -65,13 +73,12 @@ class Outputs:
     """What the loss gets for one micro-batch of T tokens, on the last stage. 0 where the batch's mask is 0.
 
     ``logprob`` float32[T] and, when asked for, ``entropy`` float32[T] of actors; ``values`` float32[T] of critics,
-    read at the hidden state that predicts the token, and ``ends`` float32[S], read at each sequence's last token.
+    read at the hidden state that predicts the token.
     """
 
     logprob: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
-    ends: Tensor | None = None
 
 
 Loss = Callable[[Outputs, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -228,13 +235,9 @@ class Policy:
 
     def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Values float32[T] at sampled tokens, read at the hidden state that predicts the token; 0 elsewhere."""
-        return [values for values, _ in self.values_and_ends(batches)]
-
-    def values_and_ends(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
-        """As :meth:`values`, with float32[S] read at each sequence's last token (bootstrap of truncated ones)."""
         if not self.value_head:
             raise ValueError("an actor has no value head")
-        return [(a, b) for a, b in self._score(batches, 1.0, False)]
+        return [values for (values,) in self._score(batches, 1.0, False)]
 
     @torch.no_grad()
     def _score(self, batches: Sequence[PackedBatch], temperature: float, entropy: bool) -> list[list[Tensor]]:
@@ -243,18 +246,16 @@ class Policy:
 
         def read(hidden: Tensor, batch: PackedBatch) -> list[Tensor]:
             out = self._outputs(hidden, batch, temperature, entropy)
-            parts = (out.values, out.ends) if self.value_head else (out.logprob, out.entropy)
-            return [p for p in parts if p is not None]
+            return [p for p in (out.values, out.logprob, out.entropy) if p is not None]
 
         results = self._run(batches, lambda batch: lambda hidden, **_: read(hidden, batch), forward_only=True)
-        num_parts = 2 if self.value_head or entropy else 1
+        num_parts = 2 if entropy else 1
         return [self._share(results[i] if results else None, b, num_parts) for i, b in enumerate(batches)]
 
     def _share(self, parts: list[Tensor] | None, batch: PackedBatch, num_parts: int) -> list[Tensor]:
         """From the last stage to all stages, to the CPU."""
-        sizes = [batch.num_tokens, batch.num_sequences if self.value_head else batch.num_tokens][:num_parts]
         if parts is None:
-            parts = [torch.empty(size, device=self.world.device) for size in sizes]
+            parts = [torch.empty(batch.num_tokens, device=self.world.device) for _ in range(num_parts)]
         return [self._from_stage(self.world.pp - 1, p).cpu() for p in parts]
 
     def _outputs(self, hidden: Tensor, batch: PackedBatch, temperature: float, entropy: bool) -> Outputs:
@@ -266,9 +267,7 @@ class Policy:
 
         predictors = states.index_select(0, index - 1)
         if self.value_head:
-            ends = states.index_select(0, batch.cu_seqlens[1:].to(index) - 1)
-            head = self.model.output_layer
-            return Outputs(values=spread(head(predictors).float().squeeze(1)), ends=head(ends).float().squeeze(1))
+            return Outputs(values=spread(self.model.output_layer(predictors).float().squeeze(1)))
         logprob, entropies = linear_logprob(
             predictors,
             head_weight(self.model),

@@ -52,7 +52,7 @@ def make_experience(
         groups[-1].append(sample)
     shares = [packing.split_dp(group, world.dp)[world.dp_rank] for group in groups]
     limit = max(settings.minibatch_tokens, max_length)
-    minibatches = [packing.pack(share, limit).batches or [PackedBatch.empty()] for share in shares]
+    minibatches = [packing.pack(share, limit) or [PackedBatch.empty()] for share in shares]
     num_tokens = [float(sum(sum(s.mask) for s in group)) for group in groups]
     return Experience(minibatches, num_tokens, len(samples) - len(order))
 

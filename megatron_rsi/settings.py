@@ -86,9 +86,12 @@ class Layout:
     pp: int = 1
     device: str = "auto"  # auto takes CUDA with nccl when there is a GPU, else CPU with gloo
     threads: int = 1  # torch threads of each process on CPU
+    dtype: str = "auto"  # of the weights in training: auto is bfloat16 with float32 masters on CUDA, float32 on CPU
+    timeout_s: float = 1800.0  # a collective that waits longer ends the job: above the longest wait for other ranks
 
     def __post_init__(self) -> None:
-        _positive(self, "tp", "pp", "threads")
+        _positive(self, "tp", "pp", "threads", "timeout_s")
+        _one_of(self, "dtype", ("auto", "float32", "bfloat16"))
         _one_of(self, "device", ("auto", "cpu", "cuda"))
 
 
@@ -370,6 +373,11 @@ class Config:
             self.sandbox.image is None or self.sandbox.kind == "docker",
             f"sandbox.image is {self.sandbox.image!r} but sandbox.kind is {self.sandbox.kind!r}: "
             "images need sandbox.kind=docker",
+        )
+        _check(
+            self.base is not None or self.world.tp == 1,
+            f"world.tp is {self.world.tp}, but the base made on the spot needs whole matrices for Muon: "
+            "set world.tp=1, or base to a checkpoint",
         )
 
     @property

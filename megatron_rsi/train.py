@@ -52,8 +52,9 @@ def _stop(*_: object) -> None:
 
 def open_run(config: Config, argv: Sequence[str], again_from: str | None = None) -> Run:
     world = World.init(
-        config.world.tp, config.world.pp, config.world.device, threads=config.world.threads, seed=config.seed
-    )
+        config.world.tp, config.world.pp, config.world.device, threads=config.world.threads, seed=config.seed,
+        timeout_s=config.world.timeout_s,
+    )  # fmt: skip
     folder = Path(config.run_dir)
     owner = None
     if world.is_main:

@@ -61,6 +61,6 @@ install_into_venv() {
 
 pip_install() {
   "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" 2>&1 |
-    { grep -Ev '^(Looking in|Requirement already|  (Using cached|Preparing|Getting|Installing build|Downloading|Building|Created|Stored))|^(WARNING|Obtaining|Building|Installing|Successfully)' || true; } ||
+    { grep -Ev '^(Looking in|Requirement already|  (Using cached|Preparing|Getting|Installing build|Downloading|Building|Created|Stored))|^(WARNING|Processing|Obtaining|Building|Installing|Successfully)' || true; } ||
     fail "could not install: $* (pip's message is above)"
 }

@@ -63,13 +63,13 @@ class Stage:
         self.cycle, self.name = cycle, name
         shape, tensors = checkpoint.load_hf_dir(parent)
         self.max_length = shape.max_position_embeddings
-        optimizer = OptimizerConfig(kind="adamw", clip_grad=self.settings.max_grad_norm)
+        optimizer = OptimizerConfig.of(ctx.config.world, ctx.world, clip_grad=self.settings.max_grad_norm)
         self.actor = Policy(shape, ctx.world, optimizer, megatron=ctx.config.megatron)
         self.actor.load_hf(tensors)
         if inherited is not None:
-            self.critic = inherit(shape, ctx.world, checkpoint.load_hf_dir(inherited)[1], optimizer)
+            self.critic = inherit(shape, ctx.world, checkpoint.load_hf_dir(inherited)[1], optimizer, ctx.config.megatron)
         else:
-            self.critic = build_critic(shape, ctx.world, tensors, optimizer)
+            self.critic = build_critic(shape, ctx.world, tensors, optimizer, ctx.config.megatron)
         self.progress = Progress(lambda_u=self.settings.lambda_u)
         self._resume()
         ctx.hot_swap(self.actor)
@@ -145,7 +145,11 @@ class Stage:
         self._save()
 
     def _judge(self, experience: ppo.Experience) -> None:
-        """The gate, on this round's data before it is fitted. After the last chance: one new head, then the fall-back."""
+        """The gate, on this round's data before it is fitted.
+
+        First chance after ``critic_rounds``, then ``extra_critic_rounds`` more; then a new value head, which gets
+        ``critic_rounds`` and one chance; then the fall-back.
+        """
         settings, progress = self.settings, self.progress
         report = ppo.calibrate(experience, self.ctx.world)
         record: dict[str, Any] = msgspec.to_builtins(report) if report is not None else {"num_trials": 0}
@@ -153,15 +157,14 @@ class Stage:
         result = gate(report, Thresholds(**limits)) if report is not None else None
         record["reasons"] = list(result.reasons) if result else ["no trial could be scored"]
         progress.reports.append(record)
-        first_verdict = (
-            settings.critic_rounds * (1 + progress.head_resets) + settings.extra_critic_rounds * progress.head_resets
-        )
+        chances = settings.extra_critic_rounds if progress.head_resets == 0 else 0
+        first_verdict = settings.critic_rounds + progress.head_resets * (settings.critic_rounds + settings.extra_critic_rounds)
         if progress.round + 1 < first_verdict:
             return
         if result is not None and result.passed:
             progress.calibrated = True
             self.ctx.log.info(f"{self.name}: critic calibrated after {progress.round + 1} rounds")
-        elif progress.round + 1 >= first_verdict + settings.extra_critic_rounds:
+        elif progress.round + 1 >= first_verdict + chances:
             self._fall_back(record["reasons"])
 
     def _fall_back(self, reasons: list[str]) -> None:

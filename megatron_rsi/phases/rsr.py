@@ -203,7 +203,7 @@ def fine_tune(ctx: Run, stage: str, parent: Path, target: Path, samples: Sequenc
     settings, world = ctx.config.rsr, ctx.world
     shape, tensors = load_hf_dir(parent)
     with ctx.log.timer("train"):
-        policy = Policy(shape, world, OptimizerConfig(kind="adamw"), megatron=ctx.config.megatron)
+        policy = Policy(shape, world, OptimizerConfig.of(ctx.config.world, world), megatron=ctx.config.megatron)
         policy.load_hf(tensors)
         sequences = fitting([packing.Sample.of(t) for t in samples], shape.max_position_embeddings, ctx.log)
         steps = sft_steps(sequences, settings.sft_epochs, settings.batch_tokens, f"{ctx.config.seed}:{stage}")

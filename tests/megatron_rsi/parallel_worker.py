@@ -20,7 +20,7 @@ from policy_helpers import (
 )
 
 from megatron_rsi import checkpoint
-from megatron_rsi.batch import even_counts, split_dp, whiten
+from megatron_rsi.batch import split_dp, whiten
 from megatron_rsi.critic import inherit
 from megatron_rsi.parallel import World
 from megatron_rsi.policy import OptimizerConfig, Policy
@@ -46,7 +46,7 @@ def make(kind: str, world: World, optimizer: OptimizerConfig = OPTIMIZER) -> Pol
 def scores(policy: Policy) -> list[torch.Tensor]:
     batches = [batch_of(g) for g in GROUPS]
     if policy.value_head:
-        return [t for pair in policy.values_and_ends(batches) for t in pair]
+        return policy.values(batches)
     return [t for pair in policy.logprobs(batches, 0.8, entropy=True) for t in pair]
 
 
@@ -85,7 +85,7 @@ def check_data_parallel(world: World) -> None:
     mine = [batch_of(g) for g in GROUPS] if world.dp_rank == 0 else []
     policy = make("untied", world)
     whole = step(policy, mine)
-    shares = even_counts(split_dp([batch_of(g) for g in GROUPS], world.dp))
+    shares = split_dp([batch_of(g) for g in GROUPS], world.dp)
     assert len(shares[0]) == len(shares[1]) == 2
     split = step(make("untied", world), shares[world.dp_rank])
     assert abs(whole["loss"] - split["loss"]) < 1e-6 and abs(whole["grad_norm"] - split["grad_norm"]) < 1e-5

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from policy_helpers import samples
 
 from megatron_rsi.batch import (
-    PackedBatch,
     Sample,
-    even_counts,
     first_fit_decreasing,
     make_batch,
     pack,
@@ -68,20 +66,13 @@ def test_lengths_are_checked_where_data_comes_in() -> None:
         batch.with_(mask=batch.mask.index_fill(0, batch.cu_seqlens[1:2].long(), True))
 
 
-def test_too_long_is_a_counted_decision() -> None:
-    items = [trajectory(), samples()[0]]
-    dropped = pack(items, max_tokens=100)
-    assert (dropped.num_dropped, dropped.num_cut) == (1, 0) and dropped.batches[0].sequence_ids == ("0",)
-    cut = pack(items, max_tokens=206)
-    assert cut.num_dropped == 1
-    cut = pack(items, max_tokens=206, too_long="cut")
-    assert (cut.num_dropped, cut.num_cut) == (0, 1)
-    assert sum(b.num_tokens for b in cut.batches) == 206 + 9 and all(b.num_tokens <= 206 for b in cut.batches)
+def test_a_sequence_beyond_the_budget_is_refused_by_name() -> None:
+    items = [Sample.of(trajectory()), samples()[0]]
     with pytest.raises(ValueError, match="a/1 has 208 tokens, more than the limit of 100"):
-        pack(items, max_tokens=1000, max_length=100, too_long="raise")
-    with pytest.raises(ValueError, match="unknown too_long policy"):
-        pack(items, 10, too_long="ignore")
-    assert pack([], 10).batches == []
+        pack(items, 100)
+    assert [b.sequence_ids for b in pack(items, 208)] == [("a/1",), ("0",)]
+    assert [b.sequence_ids for b in pack(items, 217)] == [("a/1", "0")]
+    assert pack([], 10) == []
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
@@ -100,15 +91,6 @@ def test_split_dp_shares_everything_evenly(sizes: list[int], dp: int) -> None:
     assert sorted(x for s in shares for x in s) == list(enumerate(sizes)) and len(shares) == dp
     totals = [sum(size for _, size in s) for s in shares]
     assert max(totals) - min(totals) <= max(sizes, default=0)
-
-
-def test_counts_are_evened_with_empty_batches() -> None:
-    batches = pack(samples(), 40).batches
-    for dp in (1, 2, 3, 5):
-        shares = even_counts(split_dp(batches, dp))
-        assert len({len(s) for s in shares}) == 1 and len(shares[0]) >= 1
-        assert sum(b.num_action_tokens for s in shares for b in s) == sum(b.num_action_tokens for b in batches)
-    assert [len(s) for s in even_counts([[], []])] == [1, 1] and PackedBatch.empty().num_action_tokens == 0
 
 
 @settings(max_examples=40)

@@ -78,7 +78,7 @@ def test_an_unknown_option_has_exit_code_2() -> None:
 
 
 def test_plan_counts_the_tiny_model_by_hand() -> None:
-    done = command("plan", "world.tp=2", "--seed", "1", "engine.max_batch=10", "--dir", "somewhere")
+    done = command("plan", "world.pp=2", "--seed", "1", "engine.max_batch=10", "--dir", "somewhere")
     lines = {line[:16].strip(): line[16:].split() for line in done.stdout.splitlines()}
     assert lines["run folder"] == ["somewhere"]
     layer = 128 * (128 + 64 + 64) + 128 * 128 + 3 * 128 * 256 + 2 * 128 + 2 * 32

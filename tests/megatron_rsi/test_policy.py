@@ -25,6 +25,7 @@ from megatron_rsi.batch import PackedBatch, make_batch
 from megatron_rsi.critic import build_critic, inherit
 from megatron_rsi.parallel import World
 from megatron_rsi.policy import OptimizerConfig, Outputs, Policy
+from megatron_rsi.settings import Layout
 from megatron_rsi.weights import random_tensors
 
 ALL = [0, 1, 2, 3, 4, 5]
@@ -194,11 +195,10 @@ def test_values_are_read_at_the_predicting_state_and_ignore_temperature(world: W
         for start, end in zip(bounds, bounds[1:], strict=False):
             hidden.append(body(batch.tokens[start:end][None]).last_hidden_state[0])
         states = torch.cat(hidden) @ weights["value_head.weight"][0] + weights["value_head.bias"]
-    ((values, ends),) = critic.values_and_ends([batch])
+    (values,) = critic.values([batch])
     want = torch.zeros(batch.num_tokens)
     want[1:] = states[:-1]
     assert (values - want * batch.mask).abs().max() < 1e-5
-    assert (ends - states[[b - 1 for b in bounds[1:]]]).abs().max() < 1e-5
     assert values[batch.mask].std() > 0.01
     seen = []
     for temperature in (0.3, 1.0, 2.0):
@@ -296,14 +296,30 @@ def test_critic_starts_at_zero_and_learns_without_touching_the_actor(world: Worl
     digest = actor.weights_hash()
     critic = build_critic(config(tied=True), world, actor.hf_tensors(), OptimizerConfig(eps=1e-4))
     batch = batch_of(ALL)
-    ((values, ends),) = critic.values_and_ends([batch])
-    assert torch.count_nonzero(values) == 0 and torch.count_nonzero(ends) == 0
+    (values,) = critic.values([batch])
+    assert torch.count_nonzero(values) == 0
     target = batch.with_(values=values, returns=0.7 * batch.mask)
     losses = [
         step(critic, [target.with_(values=critic.values([target])[0])], lr=3e-3)["value_loss_sum"] for _ in range(25)
     ]
     assert losses[-1] < 0.2 * losses[0]
     assert actor.weights_hash() == digest
+
+
+def test_the_number_format_follows_the_configuration(world: World) -> None:
+    assert OptimizerConfig.of(Layout(), world) == OptimizerConfig() and not OptimizerConfig.of(Layout(), world).bf16
+    assert OptimizerConfig.of(Layout(dtype="bfloat16"), world, clip_grad=0.5) == OptimizerConfig(bf16=True, clip_grad=0.5)
+    gpus = dataclasses.replace(world, device=torch.device("cuda"), dp=2)
+    assert OptimizerConfig.of(Layout(), gpus) == OptimizerConfig(bf16=True, distributed=True)
+    assert OptimizerConfig.of(Layout(dtype="float32"), gpus) == OptimizerConfig(distributed=True)
+
+
+def test_megatrons_own_settings_reach_actor_and_critic(world: World) -> None:
+    overrides = {"layernorm_epsilon": 0.5}
+    actor = Policy(config(), world, megatron=overrides)
+    critic = build_critic(config(), world, random_tensors(config()), megatron=overrides)
+    inherited = inherit(config(), world, critic.hf_tensors(), megatron=overrides)
+    assert {p.model.config.layernorm_epsilon for p in (actor, critic, inherited)} == {0.5}
 
 
 def test_settings_are_checked(world: World) -> None:

@@ -234,6 +234,7 @@ class Bench:
         self.world, self.folder, self.play = world, folder, play
         self.log, self.reward = Log(folder), SuccessPrioritizedReward()
         self.tokenizer_files: list[Path] = []
+        self.deployment_harness = "general"
         self.num_swaps = 0
         self.labels: list[str] = []
 
@@ -257,7 +258,7 @@ class Bench:
         return path
 
     def stage(self) -> Stage:
-        return Stage(self, 0, self.parent(), self.folder / "rpr", None)  # type: ignore[arg-type]
+        return Stage(self, "rpr-1", 0, self.parent(), self.folder / "rpr", None)  # type: ignore[arg-type]
 
     def warnings(self) -> list[dict[str, Any]]:
         return [r for r in read_metrics(self.folder / "metrics.jsonl") if r["kind"] == "calibration"]
@@ -300,7 +301,7 @@ def test_a_readable_critic_passes_the_gate_and_the_actor_moves_only_then(world: 
     assert stage.actor.weights_hash() == frozen and bench.num_swaps == 1
     stage.update()
     assert stage.actor.weights_hash() != frozen and bench.num_swaps == 2
-    assert bench.labels == [f"c0.rpr critic{n}" for n in range(progress.round)] + ["c0.rpr update0"]
+    assert bench.labels == [f"rpr-1 critic{n}" for n in range(progress.round)] + ["rpr-1 update0"]
 
 
 @pytest.mark.parametrize("fallback", ["lambda_one", "refuse"])
@@ -319,7 +320,7 @@ def test_a_critic_that_never_calibrates_gets_one_new_head_and_then_the_fallback(
     stage._critic_round = spy  # type: ignore[method-assign]
     stage.calibrate_critic()
     progress = stage.progress
-    assert (progress.round, resets) == (4, [0, 1, 1, 1]), "two rounds, a new head, two more"
+    assert (progress.round, resets) == (3, [0, 1, 1]), "two rounds, a new head, one more"
     assert all(r["reasons"] for r in progress.reports)
     assert progress.calibrated == (fallback == "lambda_one") and progress.refused == (fallback == "refuse")
     assert progress.lambda_u == (1.0 if fallback == "lambda_one" else 0.95)
@@ -329,7 +330,7 @@ def test_a_critic_that_never_calibrates_gets_one_new_head_and_then_the_fallback(
 
 def test_a_refused_stage_returns_the_actor_unchanged(world: World, tmp_path: Path) -> None:
     bench = Bench(world, tmp_path, hopeless, calibration={"fallback": "refuse"}, critic_lr=3e-2)
-    target = run_stage(bench, 0, bench.parent(), tmp_path / "rpr", None)  # type: ignore[arg-type]
+    target = run_stage(bench, "rpr-1", 0, bench.parent(), tmp_path / "rpr", None)  # type: ignore[arg-type]
     before, after = load_hf_dir(bench.parent())[1], load_hf_dir(target)[1]
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     assert not any("update" in label for label in bench.labels)
