@@ -192,7 +192,8 @@ def test_a_stage_done_again_is_set_aside_once_and_can_be_interrupted(base: Path,
     (superseded,) = (folder / "superseded").iterdir()
     assert (superseded / "cycle_00" / "rpr" / "actor").is_dir() and not (superseded / "cycle_00" / "rsr").exists()
     second = json.loads((folder / "results.json").read_text())
-    assert [s["suites"] for s in first["stages"]] == [s["suites"] for s in second["stages"]], "the same seed, the same result"
+    assert first["stages"][:2] == second["stages"][:2], "what stands before it is untouched"
+    assert [s["name"] for s in second["stages"]] == ["base", "rsr-1", "rpr-1"]
     stages = [json.loads(line)["stage"] for line in (superseded / "metrics.jsonl").read_text().splitlines()]
     assert {"rpr-1", "eval.rpr-1", "rpr-1.critic"} == set(stages)
     assert not (folder / "again_from").exists() and max(attempt_ids(folder / "cycle_00").values()) == 1
