@@ -79,8 +79,11 @@ class BoxTrial:
     gets the time that is left instead.
     """
 
-    def __init__(self, box: Sandbox, task: Task, limits: Limits, deadline: float = math.inf):
+    def __init__(
+        self, box: Sandbox, task: Task, limits: Limits, deadline: float = math.inf, episode: Episode | None = None
+    ):
         self.box, self.task, self.limits, self.deadline = box, task, limits, deadline
+        self.episode = episode or Episode()
 
     @property
     def left_s(self) -> float:
@@ -90,7 +93,9 @@ class BoxTrial:
         return await self.box.exec(command, timeout_s=max(0.01, min(self.limits.command_timeout_s, self.left_s)))
 
     async def passes(self) -> bool:
-        return (await verify(self.box, self.task)).passed
+        verdict = await verify(self.box, self.task, self.episode.nonces)
+        self.episode.flags += verdict.integrity
+        return verdict.passed
 
 
 @dataclass
@@ -100,6 +105,8 @@ class Episode:
     history: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     stop_reason: ErrorKind | None = None
+    nonces: list[str] = field(default_factory=list)  # of every run of the tests so far
+    flags: list[str] = field(default_factory=list)  # evidence that these runs found
 
     @property
     def num_repeats(self) -> int:
@@ -183,7 +190,7 @@ class Collector:
             async with self.pool.lease(sandbox_spec(task, self.pool.spec)) as box:
                 await prepare(box, task)
                 await self._play(attempt, box, episode)
-                verdict = await verify(box, task)
+                verdict = await verify(box, task, episode.nonces)
         except SandboxError as error:
             verdict = Verdict(error=ErrorKind.INFRASTRUCTURE, message=str(error)[:500])
         except EngineError as error:
@@ -192,16 +199,10 @@ class Collector:
             verdict = Verdict(error=ErrorKind.TASK_INVALID, message=str(error)[:500])
         finally:
             self.engine.release(attempt.attempt_id)
-        flags = evidence(task.path, episode.turns)
-        if flags:
-            verdict = Verdict(
-                passed=False,
-                fraction=0.0,
-                checks=verdict.checks,
-                integrity=flags,
-                error=verdict.error,
-                message=verdict.message,
-            )
+        flags = list(dict.fromkeys(evidence(task, episode.turns, episode.nonces) + episode.flags + verdict.integrity))
+        if flags:  # a cheat that also broke the verifier has failed like any other
+            error = None if verdict.error in (ErrorKind.VERIFIER_FAILED, ErrorKind.VERIFIER_TIMEOUT) else verdict.error
+            verdict = Verdict(checks=verdict.checks, integrity=flags, error=error, message=verdict.message)
         return Trajectory(
             attempt_id=attempt.attempt_id,
             task_id=task.task_id,
@@ -216,7 +217,7 @@ class Collector:
 
     async def _play(self, attempt: Attempt, box: Sandbox, episode: Episode) -> None:
         deadline = asyncio.get_running_loop().time() + attempt.task.agent_timeout_s
-        harness, trial = make_harness(attempt.harness), BoxTrial(box, attempt.task, self.limits, deadline)
+        harness, trial = make_harness(attempt.harness), BoxTrial(box, attempt.task, self.limits, deadline, episode)
         context: list[int] | None = self.chat.opening(harness.opening(attempt.task, attempt.guidance))
         while context is not None:
             context = await self._turn(attempt, harness, trial, episode, context)

@@ -73,6 +73,7 @@ async def _trial(task: Task, pool: SandboxPool, *, solve: bool) -> Verdict:
                 env=task.solution_env,
                 cwd=task.workdir,
             )
+            await box.clear("/solution")
         return await verify(box, task)
 
 

@@ -1,30 +1,31 @@
 """Runs a task's tests in its sandbox and reads the verdict.
 
-Order: every agent process is dead, whatever it left in /logs/verifier and /tests is gone, only then are the tests
-uploaded and run in a clean process. A missing, empty or invalid reward is an error of the verifier, never a reward of 0.
+Order: every agent process is dead; what it left for the tests to trip over fails it at once (``integrity.tampering``);
+only then are the tests uploaded and run in a clean process. A missing, empty or invalid reward is an error of the
+verifier, never a reward of 0.
+
+Tests run as the agent's user, so a program of the agent that the tests themselves start could write over the verdict. A
+nonce beside the reward, the tests read back, and two rewards that disagree show most of that. A program that only rewrites
+the reward between the tests' last line and their end does not show: for such tasks grade in a separate environment.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import secrets
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..sandbox import Sandbox, SandboxError
+from ..sandbox import Sandbox
 from .errors import ErrorKind
+from .integrity import PROTECTED_DIRECTORIES, VERIFIER_LOGS, tampering
 from .records import Check, Task, Verdict
 
-LOGS = "/logs/verifier"
-# Tests run as the same user as the agent, who may have taken away write permission or laid out links and folders: a
-# reward that could not be removed, in a folder that the tests cannot write to, would be read as theirs.
-CLEAN = f"""
-shopt -s nullglob dotglob
-empty() {{ rm -rf {LOGS} && set -- /tests/* && {{ [ $# = 0 ] || find /tests -mindepth 1 -delete; }}; }}
-[ -w /logs ] && [ -w /tests ] || chmod u+rwx /logs /tests
-empty 2>/dev/null || {{ chmod -R u+rwX {LOGS} /tests; empty; }} && mkdir {LOGS}
-"""
+NONCE = f"{VERIFIER_LOGS}/.nonce"
+REPORTS = ("reward.json", "reward.txt", "ctrf.json")
+MAX_COMPARED_BYTES = 1 << 20  # a larger file of the tests is not read back
 
 
 @lru_cache(maxsize=4096)
@@ -33,30 +34,45 @@ def _tests(task_path: str) -> dict[str, bytes]:
     return {f"/tests/{p.relative_to(root)}": p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
-async def verify(box: Sandbox, task: Task) -> Verdict:
-    """Raises SandboxError when the sandbox itself fails (infrastructure)."""
+async def verify(box: Sandbox, task: Task, nonces: list[str] | None = None) -> Verdict:
+    """Raises SandboxError when the sandbox itself fails (infrastructure). Appends this run's nonce to ``nonces``."""
     await box.kill_processes()
-    await _clean(box)
-    await box.write_files(_tests(task.path), executable=("/tests/test.sh",))
-    script = f"/tests/test.sh > {LOGS}/test-stdout.txt 2>&1"
+    if flags := await tampering(box, task):
+        return Verdict(integrity=flags)
+    nonce = secrets.token_hex(16)
+    if nonces is not None:
+        nonces.append(nonce)
+    tests = _tests(task.path) | {NONCE: nonce.encode()}
+    await box.write_files(tests, executable=("/tests/test.sh",))
+    script = f"/tests/test.sh > {VERIFIER_LOGS}/test-stdout.txt 2>&1"
     result = await box.run(["/bin/bash", "-c", script], timeout_s=task.verifier_timeout_s, env=task.verifier_env)
-    if result.timed_out:
+    if flags := await _disturbed(box, tests):
+        verdict = Verdict(integrity=flags)
+    elif result.timed_out:
         verdict = Verdict(error=ErrorKind.VERIFIER_TIMEOUT, message=f"no verdict in {task.verifier_timeout_s} s")
     else:
         verdict = await _read(box)
-    await _clean(box)  # a retry harness lets the agent go on: it must find neither the tests nor what they said
+    await box.clear(*PROTECTED_DIRECTORIES)  # a retry harness lets the agent go on: neither tests nor report are left
     return verdict
 
 
-async def _clean(box: Sandbox) -> None:
-    result = await box.run(["/bin/bash", "-c", CLEAN], timeout_s=10.0)
-    if result.exit_code != 0:
-        raise SandboxError(f"{LOGS} and /tests could not be emptied: {result.stderr.strip()[-300:]}")
+async def _disturbed(box: Sandbox, tests: dict[str, bytes]) -> list[str]:
+    """What a program of the agent did to tests, nonce or reports while the tests ran it."""
+    flags = []
+    for path, data in tests.items():
+        if len(data) <= MAX_COMPARED_BYTES:
+            try:
+                same = await box.read_file(path) == data
+            except OSError:
+                same = False
+            flags += [] if same else [f"changed while the tests ran: {path}"]
+    kinds = await box.find(REPORTS, VERIFIER_LOGS)
+    return flags + [f"not a plain file: {path}" for path, kind in kinds.items() if kind in ("special", "link")]
 
 
 async def _optional(box: Sandbox, name: str) -> bytes | None:
     try:
-        return await box.read_file(f"{LOGS}/{name}")
+        return await box.read_file(f"{VERIFIER_LOGS}/{name}")
     except FileNotFoundError:
         return None
 
@@ -64,7 +80,7 @@ async def _optional(box: Sandbox, name: str) -> bytes | None:
 async def _read(box: Sandbox) -> Verdict:
     try:
         as_json = await _optional(box, "reward.json")
-        as_text = await _optional(box, "reward.txt") if as_json is None else None
+        as_text = await _optional(box, "reward.txt")
         report = await _optional(box, "ctrf.json")
     except OSError as error:  # too long or not readable
         return Verdict(error=ErrorKind.VERIFIER_FAILED, message=f"the tests' report cannot be read: {error}")
@@ -75,7 +91,7 @@ def parse(as_json: bytes | None, as_text: bytes | None, report: bytes | None) ->
     """Reward files and CTRF report to a verdict.
 
     Passed means a reward of 1 and, when there is a report, at least one check and every check passed: an empty report
-    or only skipped checks are no success.
+    or only skipped checks are no success. Two rewards that disagree are the work of somebody else than the tests.
 
     >>> parse(None, b"1", None).passed, parse(None, b"", None).error.value
     (True, 'verifier_failed')
@@ -83,6 +99,8 @@ def parse(as_json: bytes | None, as_text: bytes | None, report: bytes | None) ->
     reward = _reward(as_json, as_text)
     if isinstance(reward, str):
         return Verdict(error=ErrorKind.VERIFIER_FAILED, message=reward)
+    if as_json is not None and as_text is not None and _reward(None, as_text) != reward:
+        return Verdict(integrity=["reward.json and reward.txt disagree"])
     if report is None:
         return Verdict(passed=reward >= 1.0, fraction=min(1.0, max(0.0, reward)))
     checks = _checks(report)

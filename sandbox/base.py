@@ -113,6 +113,18 @@ class Sandbox(Protocol):
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
         """Content of a regular file. FileNotFoundError if there is none; OSError(EFBIG) beyond ``max_bytes``."""
 
+    async def clear(self, *paths: str) -> list[str]:
+        """Make these directories, empty, without running any program of the box. Returns what was in the way."""
+
+    async def find(self, names: Collection[str], *below: str) -> dict[str, str]:
+        """Path -> "file", "program", "link" (to a system file) or "special", of what is called one of ``names``.
+
+        Searches the writable directories, or ``below``; directories are not reported.
+        """
+
+    async def changed_system_files(self) -> list[tuple[str, str]]:
+        """("added" | "changed" | "deleted", path) outside the writable directories since the start of the box."""
+
     async def kill_processes(self) -> int:
         """Kill every process of the sandbox, the shell too, and wait until none is left. Returns how many."""
 

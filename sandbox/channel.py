@@ -162,6 +162,21 @@ class SupervisedSandbox:
             raise OSError(errno.ENOENT if absent else header["error"], header["message"], path)
         return body
 
+    async def clear(self, *paths: str) -> list[str]:
+        for path in paths:
+            _check_path(path)
+        header, _ = await self._call({"op": "clear", "paths": list(paths)})
+        if "error" in header:
+            raise SandboxError(f"{', '.join(paths)} could not be emptied: {header['message']}")
+        return header["found"]
+
+    async def find(self, names: Collection[str], *below: str) -> dict[str, str]:
+        _, body = await self._call({"op": "find", "names": sorted(names), "below": list(below)})
+        return json.loads(body)
+
+    async def changed_system_files(self) -> list[tuple[str, str]]:
+        return []  # read-only
+
     async def kill_processes(self) -> int:
         header, _ = await self._call({"op": "kill"})
         return header["num_killed"]

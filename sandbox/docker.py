@@ -184,6 +184,15 @@ class DockerSandbox(SupervisedSandbox):
         if snapshot:
             await super().reset(snapshot)
 
+    async def changed_system_files(self) -> list[tuple[str, str]]:
+        from docker.errors import DockerException
+
+        try:
+            changes = await asyncio.to_thread(_client(self.host).diff, self.name)
+        except (DockerException, OSError) as error:
+            raise SandboxError(f"the daemon cannot tell what changed: {error}") from error
+        return _files_changed(changes or [], [root for root, _ in self._roots()])
+
     async def _failure_details(self) -> str:
         return bytes(self.channel.stderr).decode("utf-8", "replace").strip() if self.channel else ""
 
@@ -202,6 +211,17 @@ class DockerSandbox(SupervisedSandbox):
         if self.run_folder:
             self.run_folder.leave(id(self))
             self.run_folder = None
+
+
+def _files_changed(changes: list[dict[str, Any]], roots: list[str]) -> list[tuple[str, str]]:
+    """Docker's list of changes, without the writable roots and without directories that are there for their content."""
+    kinds = {0: "changed", 1: "added", 2: "deleted"}
+    parents = {os.path.dirname(change["Path"]) for change in changes}
+    return [
+        (kinds[change["Kind"]], change["Path"])
+        for change in changes
+        if change["Path"] not in parents and not any((change["Path"] + "/").startswith(root + "/") for root in roots)
+    ]
 
 
 def _plain_socket(attached: Any) -> socket.socket:

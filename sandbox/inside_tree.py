@@ -1,7 +1,9 @@
 """Inside a sandbox: emptying, saving and restoring the writable tree. Second part of the supervisor's source."""
 
 import errno
+import io
 import os
+import tarfile
 
 
 def wipe(root, mode):
@@ -37,6 +39,51 @@ def remove_entry(path, is_directory):
         os.rmdir(path)
 
 
+def clear(path):
+    """Make ``path`` an empty directory, whatever an agent put there or above it. Returns what was in the way."""
+    found, parts = [], path.strip("/").split("/")
+    for number in range(1, len(parts) + 1):
+        prefix = "/" + "/".join(parts[:number])
+        if os.path.islink(prefix) or not os.path.isdir(prefix):
+            if os.path.lexists(prefix):
+                found.append(prefix)
+                os.unlink(prefix)
+            os.mkdir(prefix)
+        os.chmod(prefix, 0o755)
+    found += [os.path.join(path, name) for name in os.listdir(path)]
+    wipe(path, 0o755)
+    return found
+
+
+def find(roots, names, most=200_000):
+    """Path -> kind of everything below ``roots`` that is called one of ``names``, directories aside.
+
+    Looks at ``most`` entries and follows no link to a directory. Kinds: file, program (executable), special, and
+    link (to a file of the system, which is nobody's work).
+    """
+    found, waiting = {}, list(roots)
+    while waiting and most > 0:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    most -= 1
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    elif entry.name in names:
+                        found[entry.path] = kind_of(entry)
+        except OSError:
+            continue  # not readable, too deep, or gone
+    return found
+
+
+def kind_of(entry):
+    if entry.is_symlink() and os.path.realpath(entry.path).startswith(("/usr/", "/bin/", "/lib")):
+        return "link"
+    if not entry.is_file():
+        return "special"
+    return "program" if os.access(entry.path, os.X_OK) else "file"
+
+
 def shared_memory_left():
     for name in ("shm", "sem", "msg"):
         try:
@@ -69,9 +116,6 @@ def add_to_archive(archive, path):
 
 
 def extract(data):
-    import io
-    import tarfile
-
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         if hasattr(tarfile, "fully_trusted_filter"):
             archive.extraction_filter = staticmethod(tarfile.fully_trusted_filter)

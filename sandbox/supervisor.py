@@ -11,6 +11,7 @@ descriptors are close-on-exec. The end of standard input means the host is gone:
 
 import ctypes
 import errno
+import io
 import json
 import os
 import resource
@@ -18,12 +19,13 @@ import select
 import signal
 import stat
 import struct
+import tarfile  # all imports before the agent is here: where it is root, it could replace these files
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # inside a sandbox the three files are one namespace
     from .inside_processes import PR_SET_DUMPABLE, Capture, Processes, list_processes, read_now
-    from .inside_tree import add_to_archive, extract, remove_entry, shared_memory_left, wipe
+    from .inside_tree import add_to_archive, clear, extract, find, remove_entry, shared_memory_left, wipe
 
 SCRIPT_FD, STATUS_FD, OUT_FD, ERR_FD = 0, 61, 63, 64  # of the agent's shell; high, so that agents can use 3..60
 TIMEOUT_CODE = 124
@@ -237,10 +239,15 @@ class Supervisor:
             raise OSError(errno.EFBIG, f"longer than {request['max_bytes']} bytes", request["path"])
         return {}, data
 
-    def do_snapshot(self, *_):
-        import io
-        import tarfile
+    def do_clear(self, request, _):
+        found = [entry for path in request["paths"] for entry in clear(path)]
+        return {"found": [path.encode("utf-8", "replace").decode() for path in found[:100]]}, b""
 
+    def do_find(self, request, _):
+        roots = request["below"] or [root for root, _ in self.config["roots"]]
+        return {}, json.dumps(find(roots, set(request["names"]))).encode()
+
+    def do_snapshot(self, *_):
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
             for root, _ in self.config["roots"]:

@@ -23,8 +23,10 @@ def ctrf(*tests: tuple[str, str]) -> bytes:
 
 
 def test_json_comes_before_text() -> None:
-    assert parse(b'{"reward": 1}', b"0", None).passed
-    assert not parse(b'{"reward": 0.5}', b"1", None).passed
+    assert parse(b'{"reward": 1}', b"1", None).passed
+    for first, second in ((b"1", b"0"), (b"0.5", b"1"), (b"1", b"junk")):
+        verdict = parse(b'{"reward": ' + first + b"}", second, None)
+        assert (verdict.passed, verdict.integrity) == (False, ["reward.json and reward.txt disagree"])
     assert parse(b'{"reward": 0.5}', None, None).fraction == 0.5
     assert parse(b'{"score": 1.0}', None, None).passed
     assert parse(None, b" 1.0\n", None).passed
@@ -103,39 +105,6 @@ def test_done_and_not_done(runner: asyncio.Runner, pool: SandboxPool, composite:
     assert isinstance(done, Verdict) and done.passed and done.fraction == 1.0 and len(done.checks) >= 2
     nothing = judge(runner, pool, task)
     assert isinstance(nothing, Verdict) and not nothing.passed and nothing.fraction == pytest.approx(composite.baseline)
-
-
-REWARD = """echo '{"reward":1}' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt;
-echo '{"results":{"tests":[{"name":"a","status":"passed"}]}}' > /logs/verifier/ctrf.json; """
-ATTACKS = {
-    "files": REWARD,
-    "unwritable folder": REWARD + "chmod 555 /logs/verifier",
-    "unreadable folder": REWARD + "chmod 000 /logs/verifier; chmod 555 /logs",
-    "unwritable link": REWARD
-    + "cp -r /logs/verifier /app/x; rm -r /logs/verifier; chmod 555 /app/x; ln -s /app/x /logs/verifier",
-    "a folder for a file": "mkdir -p /logs/verifier/reward.json/a/b; chmod 555 /logs/verifier/reward.json/a",
-    "a file for the folder": "rm -r /logs/verifier; echo 1 > /logs/verifier",
-    "tests laid out before": "mkdir -p /tests/test.sh/x; echo 'exit 0' > /tests/test.sh/x/y;"
-    " chmod 555 /tests/test.sh/x /tests/test.sh /tests",
-    "tests as a link": "ln -s /bin/true /tests/test.sh; chmod 555 /tests",
-    "start-up files": "echo 'exit 0' > ~/.bashrc; cp ~/.bashrc ~/.profile; export BASH_ENV=~/.bashrc PATH=/app",
-    "a writer in the background": f"(while true; do {REWARD} done) >/dev/null 2>&1 & disown; sleep 0.1",
-    "a writer with its own session": f"setsid nohup bash -c '{REWARD.replace(chr(39), chr(34))} exec sleep 100'"
-    " >/dev/null 2>&1 & sleep 0.1",
-}
-
-
-@pytest.mark.parametrize("name", ATTACKS)
-def test_nothing_that_the_agent_left_decides(
-    runner: asyncio.Runner, pool: SandboxPool, composite: Composite, tmp_path: Path, name: str
-) -> None:
-    task = load_task(write_task(tmp_path / "t", composite))
-    failed = judge(runner, pool, task, ATTACKS[name])
-    assert isinstance(failed, Verdict) and failed.error is None, failed
-    assert not failed.passed and failed.fraction == pytest.approx(composite.baseline)
-    assert {c.name.split(".")[0] for c in failed.checks} == {"1", "2"}, "the report is the tests' own"
-    solved = judge(runner, pool, task, f"{solution(composite)}; {ATTACKS[name]}")
-    assert isinstance(solved, Verdict) and solved.passed, "and it does not spoil a solved task"
 
 
 @pytest.mark.parametrize("tests", [None, "sleep 60"])
