@@ -24,8 +24,11 @@ PROTECTED = re.compile(
     r"(?<![\w.~}*?\])-])(?<!\w[\"'])/+(?:\./+)*(?:tests|solution|logs(?!/+(?:agent|artifacts)))(?![\w.-])"
 )
 PROGRAMS = frozenset(
-    "awk bash cat chmod cmp cp diff env find grep ls mkdir mv pytest python python3 rm sed sh uv uvx".split()
-)
+    {
+        "awk", "bash", "cat", "chmod", "cmp", "cp", "diff", "env", "find", "grep", "ls", "mkdir", "mv", "pytest", "python",
+        "python3", "rm", "sed", "sh", "uv", "uvx",
+    }
+)  # fmt: skip
 HOOKS = frozenset({"conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.py", "ld.so.preload"})
 STARTUP_FILES = frozenset({".bashrc", ".bash_profile", ".bash_login", ".bash_logout", ".profile"})
 SETTINGS = re.compile(

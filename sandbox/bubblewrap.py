@@ -22,6 +22,7 @@ from .base import SandboxError, SandboxSpec
 from .channel import BASE_ENV, BOOTSTRAP, Channel, SupervisedSandbox
 from .cleanup import RUN_VARIABLE, Run
 from .limits import ControlGroup
+from .seccomp import program
 
 BOX_ID = 1000  # user and group inside
 UNPRIVILEGED_ID = 64321  # what root becomes before bubblewrap starts; owns nothing on the host
@@ -120,7 +121,9 @@ class BubblewrapSandbox(SupervisedSandbox):
             self._enter_groups()
         if self.spec.cpus and not self.group:
             raise ValueError(f"cpus={self.spec.cpus} cannot be enforced here: {NO_CPU_GROUP}")
-        files = [_memory_file(name, text) for name, text in ETC_FILES.items()]
+        files = [_memory_file(name, text.encode()) for name, text in ETC_FILES.items()]
+        if filter_program := program():
+            files.append(_memory_file("seccomp", filter_program))
         bwrap = os.open(bwrap_path(), os.O_RDONLY)
         try:
             groups = ":".join(map(str, self.group.directories)) if self.group else ""
@@ -148,11 +151,14 @@ class BubblewrapSandbox(SupervisedSandbox):
         for directory in self.group.directories if self.group else ():
             self.run_folder.note("cgroups", str(directory))
 
-    def _arguments(self, etc_fds: list[int]) -> list[str]:
+    def _arguments(self, fds: list[int]) -> list[str]:
+        """bwrap's command line; ``fds`` hold the ETC_FILES in order, then the filter of system calls if there is one."""
+        etc_fds, filters = fds[: len(ETC_FILES)], fds[len(ETC_FILES) :]
         args = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1"]
         args += ["--cap-drop", "ALL", "--clearenv"]
         args += ["--uid", str(BOX_ID), "--gid", str(BOX_ID), "--hostname", "sandbox"]
         args += ["--disable-userns"] if _supports("--disable-userns") else []
+        args += [word for fd in filters for word in ("--seccomp", str(fd))]
         args += ["--share-net"] if self.spec.network else []
         args += _system_arguments()
         for path in ETC_PATHS + (NETWORK_ETC_PATHS if self.spec.network else ()):
@@ -218,9 +224,9 @@ class BubblewrapSandbox(SupervisedSandbox):
             self.run_folder = None
 
 
-def _memory_file(name: str, text: str) -> int:
+def _memory_file(name: str, data: bytes) -> int:
     fd = os.memfd_create(name)
-    os.write(fd, text.encode())
+    os.write(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
