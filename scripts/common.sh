@@ -59,8 +59,14 @@ install_into_venv() {
   echo "$wanted" > "$stamp"
 }
 
-pip_install() {
-  "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" 2>&1 |
-    { grep -Ev '^(Looking in|Requirement already|  (Using cached|Preparing|Getting|Installing build|Downloading|Building|Created|Stored))|^(WARNING|Processing|Obtaining|Building|Installing|Successfully)' || true; } ||
-    fail "could not install: $* (pip's message is above)"
+pip_install() {  # prints what is being collected; all of pip's words only when it fails
+  local log
+  log="$(mktemp)"
+  if ! (set -o pipefail; "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" 2>&1 |
+      tee "$log" | { grep --line-buffered -oE '^Collecting [^ ]+' || true; }); then
+    tail -n 30 "$log"
+    rm -f "$log"
+    fail "could not install: $* (the end of pip's messages is above)"
+  fi
+  rm -f "$log"
 }
