@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from hypothesis import settings
+
 import signal
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine may take any time for one example.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
