@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
-
 import signal
+
+from hypothesis import settings
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
