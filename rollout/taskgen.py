@@ -246,7 +246,7 @@ def generate_suites(folder: Path | str, seed: int, sizes: SuiteSizes) -> dict[st
 
 
 def _require_size(suite: Path, number: int) -> None:
-    found = sum(1 for path in suite.iterdir() if path.is_dir())
+    found = sum(1 for _ in suite.glob("*/task.toml"))
     if found != number:
         raise ValueError(
             f"{suite} exists with {found} tasks, but the configuration says {number}; "
