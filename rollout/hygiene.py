@@ -79,17 +79,17 @@ def require_disjoint(known: Sequence[Task], held_out: Sequence[Task], name: str,
             )
 
 
-def split(tasks: Iterable[Task], shares: Mapping[str, float]) -> dict[str, list[Task]]:
+def split(tasks: Iterable[Task], shares: dict[str, float]) -> dict[str, list[Task]]:
     """Tasks by name of the part, decided by each task's content alone: equal tasks never part, later ones move none.
 
     ``shares`` are positive weights, in their order. ValueError otherwise.
     """
     total = sum(shares.values())
     if not shares or any(not 0 < share < float("inf") for share in shares.values()):
-        raise ValueError(f"shares must be positive numbers, got {dict(shares)}")
+        raise ValueError(f"shares must be positive numbers, got {shares}")
     parts: dict[str, list[Task]] = {name: [] for name in shares}
     for task in tasks:
-        point, name = int(content_hash(task)[:13], 16) / 16**13 * total, next(reversed(shares))
+        point, name = int(content_hash(task)[:13], 16) / 16**13 * total, list(shares)[-1]
         for candidate, share in shares.items():
             if point < share:
                 name = candidate
