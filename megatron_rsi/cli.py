@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import tyro
 from tyro.extras import subcommand_cli_from_dict
 
@@ -176,10 +177,15 @@ def tasks_generate(
         print(f"{name:<12} {sum(1 for entry in path.iterdir() if entry.is_dir()):>5} tasks in {path}")
 
 
-def tasks_check(folder: PathArgument, sandbox: str = "bubblewrap", jobs: int = 2) -> None:
-    """Check every task under a folder: its reference solution must pass, doing nothing must fail.
+def tasks_check(
+    folder: PathArgument, sandbox: str = "bubblewrap", jobs: int = 2, json: str | None = None
+) -> None:
+    """Check every task under a folder: its reference must pass; doing nothing, and writing the reward oneself, must fail.
+
+    The verdicts go to checked.json in the folder; training admits only tasks that were found good as they are.
 
     Args:
+        json: File for all results, with the content hash of each task.
         folder: Task folder, suite, or folder of suites.
         sandbox: bubblewrap or docker.
         jobs: Tasks checked at a time.
@@ -189,6 +195,8 @@ def tasks_check(folder: PathArgument, sandbox: str = "bubblewrap", jobs: int = 2
     from megatron_rsi.rollout import taskcheck
 
     rows = taskcheck.check(Path(folder), sandbox, jobs)
+    if json is not None:
+        Path(json).write_text(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
     bad = [row for row in rows if not row.ok]
     for row in bad:
         print(f"{row.task_id}: {row.message}")
@@ -197,6 +205,58 @@ def tasks_check(folder: PathArgument, sandbox: str = "bubblewrap", jobs: int = 2
         raise ValueError(f"no task folders under {folder}: a task has instruction.md and task.toml")
     if bad:
         raise SystemExit(1)
+
+
+def tasks_overlap(folder: PathArgument, other: PathArgument, limit: int = 20) -> None:
+    """Compare two suites: tasks that are equal, and how much of each instruction of the first is in the second.
+
+    Args:
+        folder: Suite whose tasks should be new.
+        other: Suite that is known, such as the training tasks.
+        limit: Pairs to show, the most alike first; 0 shows all.
+    """
+    from megatron_rsi.rollout import hygiene
+    from megatron_rsi.rollout.tasks import content_hash, load_suite
+
+    tasks, others = load_suite(folder), load_suite(other)
+    known = {content_hash(task): task.task_id for task in others}
+    equal = [(task.task_id, known[content_hash(task)]) for task in tasks if content_hash(task) in known]
+    pairs = hygiene.overlaps(tasks, others)
+    for task_id, twin in equal:
+        print(f"equal {task_id} {twin}")
+    for pair in pairs[: limit or None]:
+        print(f"{pair.containment:5.3f} {pair.task_id} {pair.other_id}")
+    too_alike = sum(pair.containment >= hygiene.MAX_CONTAINMENT for pair in pairs)
+    print(f"{len(equal)} equal, {too_alike} of {len(pairs)} pairs with a common run of {hygiene.NGRAM} words too much alike")
+    if equal or too_alike:
+        raise SystemExit(1)
+
+
+def tasks_split(
+    folder: PathArgument, out: PathArgument, train: float = 0.8, validation: float = 0.1, heldout: float = 0.1
+) -> None:
+    """Copy the tasks of a folder into OUT/train, OUT/validation and OUT/heldout, by the hash of their content.
+
+    Args:
+        folder: Folder of task folders.
+        out: Folder to make.
+        train: Share of the training tasks.
+        validation: Share of the validation tasks.
+        heldout: Share of the held-out tasks.
+    """
+    import shutil
+
+    from megatron_rsi.rollout import hygiene
+    from megatron_rsi.rollout.tasks import load_suite
+
+    if Path(out).exists():
+        raise ValueError(f"{out} exists: name a folder that does not")
+    shares = {"train": train, "validation": validation, "heldout": heldout}
+    for name, tasks in hygiene.split(load_suite(folder), shares).items():
+        (Path(out) / name).mkdir(parents=True)
+        for task in tasks:
+            shutil.copytree(task.path, Path(out) / name / task.task_id)
+        print(f"{name:<12} {len(tasks):>5} tasks in {Path(out) / name}")
 
 
 def view(file: PathArgument, task: str | None = None, only: str = "all", limit: int = 10, skip: int = 0) -> None:
@@ -302,6 +362,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "tasks-generate": tasks_generate,  # also written `tasks generate`
     "tasks-check": tasks_check,
+    "tasks-overlap": tasks_overlap,
+    "tasks-split": tasks_split,
 }
 
 
@@ -312,7 +374,7 @@ def arrange(arguments: Sequence[str]) -> list[str]:
     ['train', '--seed', '3', 'rpr.lr=1e-4', 'cycles=1']
     """
     rest = list(arguments)
-    if rest[:1] == ["tasks"] and len(rest) > 1 and rest[1] in ("generate", "check"):
+    if rest[:1] == ["tasks"] and len(rest) > 1 and f"tasks-{rest[1]}" in COMMANDS:
         rest[:2] = [f"tasks-{rest[1]}"]
     takes_value = [False] + [before.startswith("--") and "=" not in before for before in rest[:-1]]
     moved = [re.match(r"[a-z_][\w.]*=", a) is not None and not v for a, v in zip(rest, takes_value, strict=True)]

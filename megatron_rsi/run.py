@@ -24,11 +24,12 @@ from .policy import ModelConfig, Policy
 from .rollout.chat import Chat
 from .rollout.collect import Attempt, Collector, Counters, Limits, settled
 from .rollout.engines import make_engine
+from .rollout.hygiene import require_checked, require_disjoint
 from .rollout.records import Task, Trajectory
 from .rollout.reward import SuccessPrioritizedReward
 from .rollout.store import Store
 from .rollout.taskgen import generate_suites
-from .rollout.tasks import load_suite, require_disjoint
+from .rollout.tasks import load_suite
 from .sandbox import SandboxPool, SandboxSpec
 from .settings import Config
 
@@ -83,6 +84,11 @@ class Run:
         for name, suite in suites.items():
             if name != "train":
                 require_disjoint(suites["train"], suite, name)
+            if name not in ("train", "validation"):
+                require_disjoint(suites["validation"], suite, name, of="validation")
+        for name, path in paths.items():
+            if tasks.require_check and (tasks.suites_dir or (name == "train" and tasks.train_dir)):
+                require_checked(suites[name], path)
         return suites
 
     def _make_base(self) -> Path:

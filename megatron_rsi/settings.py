@@ -130,6 +130,7 @@ class Tasks:
 
     train_dir: str | None = None  # Harbor task folders to train on
     suites_dir: str | None = None  # folder with validation/, core/, ladder_N/, long/
+    require_check: bool = True  # refuse tasks of these two folders that `tasks check` has not found good
     num_train: int = 600
     num_validation: int = 128  # decide the gate; never trained on, never reported as a result
     num_core: int = 256  # 1-3 sub-tasks

@@ -201,8 +201,8 @@ class Collector:
             self.engine.release(attempt.attempt_id)
         flags = list(dict.fromkeys(evidence(task, episode.turns, episode.nonces) + episode.flags + verdict.integrity))
         if flags:  # a cheat that also broke the verifier has failed like any other
-            error = None if verdict.error in (ErrorKind.VERIFIER_FAILED, ErrorKind.VERIFIER_TIMEOUT) else verdict.error
-            verdict = Verdict(checks=verdict.checks, integrity=flags, error=error, message=verdict.message)
+            kind = None if verdict.error in (ErrorKind.VERIFIER_FAILED, ErrorKind.VERIFIER_TIMEOUT) else verdict.error
+            verdict = Verdict(checks=verdict.checks, integrity=flags, error=kind, message=verdict.message)
         return Trajectory(
             attempt_id=attempt.attempt_id,
             task_id=task.task_id,

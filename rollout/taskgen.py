@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from .families import FAMILIES, WORDS, SubTask, notes
+from .hygiene import write_checked
+from .tasks import folder_hash, load_suite
 
 GROUPS = {"train": range(0, 10), "validation": range(10, 13), "heldout": range(13, 16)}
 MAX_SUBTASKS = 9
@@ -205,11 +207,15 @@ def write_suite(folder: Path, tasks: list[Composite], prefix: str, rng: random.R
             target = partial / name / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
+    # The families are checked by this project's tests, so their tasks need no `tasks check` of the user.
+    write_checked(partial, {folder_hash(task): "" for task in load_suite(partial)})
     partial.rename(folder)
 
 
 def generate_suites(folder: Path | str, seed: int, sizes: SuiteSizes) -> dict[str, Path]:
     """Writes every suite under ``folder`` and returns suite name -> folder. Suites already there are kept.
+
+    ValueError when one of these has another size.
 
     The held-out suites do not depend on ``seed``: every run of the same sizes is measured on the same tasks.
     """
@@ -231,10 +237,21 @@ def generate_suites(folder: Path | str, seed: int, sizes: SuiteSizes) -> dict[st
         if number == 0:
             continue
         paths[name] = folder / name
-        if not paths[name].exists():
+        if paths[name].exists():
+            _require_size(paths[name], number)
+        else:
             rng = random.Random(f"{name}:{seed if group != 'heldout' else 'heldout'}")
             write_suite(paths[name], [make(rng, i, group) for i in range(number)], name.replace("_", "-"), rng)
     return paths
+
+
+def _require_size(suite: Path, number: int) -> None:
+    found = sum(1 for _ in suite.glob("*/task.toml"))
+    if found != number:
+        raise ValueError(
+            f"{suite} exists with {found} tasks, but the configuration says {number}; "
+            "choose another folder, remove this one, or set the size that it has"
+        )
 
 
 def _train_task(rng: random.Random, group: str) -> Composite:

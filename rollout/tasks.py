@@ -260,24 +260,17 @@ def _copied(environment: Path, source: Path, target: str) -> dict[str, bytes]:
 
 
 def content_hash(task: Task) -> str:
-    """sha256 over the task's instruction and start files: equal for the same instance under another name."""
-    digest = hashlib.sha256(task.instruction.encode())
-    for path, data in sorted(environment_files(task).items()):
-        digest.update(f"\0{path}\0".encode() + data)
-    return digest.hexdigest()
+    """sha256 over the task's instruction and environment: equal for the same instance under another name."""
+    return _digest(task.instruction, Path(task.path) / "environment")
 
 
 def folder_hash(task: Task) -> str:
     """sha256 over every file of the task folder: its instruction, environment, tests and solution."""
-    digest, root = hashlib.sha256(), Path(task.path)
-    for path in sorted(p for p in root.rglob("*") if p.is_file()):
+    return _digest("", Path(task.path), without="checked.json")
+
+
+def _digest(text: str, root: Path, without: str = "") -> str:
+    digest = hashlib.sha256(text.encode())
+    for path in sorted(p for p in root.rglob("*") if p.is_file() and p.relative_to(root) != Path(without)):
         digest.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def require_disjoint(train: list[Task], held_out: list[Task], name: str) -> None:
-    """Raises ValueError when a task of ``held_out`` is also a training task."""
-    known = {content_hash(task): task.task_id for task in train}
-    for task in held_out:
-        if (twin := known.get(content_hash(task))) is not None:
-            raise ValueError(f"task {task.task_id} of suite {name} equals training task {twin}; remove one of them")

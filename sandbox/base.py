@@ -93,6 +93,14 @@ class Sandbox(Protocol):
         Standard input is empty. NUL characters are dropped from the command, as bash does.
         """
 
+    async def type(self, keys: str, *, wait_s: float, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> bytes:
+        """Type into the box's one terminal and return what was drawn within ``wait_s``, escape sequences and all.
+
+        The terminal has 40 lines of 160 columns and a bash of its own, started by the first call and anew after it
+        ended. Keys are passed on as they stand: "\\n" is Enter, "\\x03" Ctrl-C, "\\x1b" Escape. A program that draws
+        more than the kernel keeps between two calls waits for the next one. ``kill_processes`` ends it.
+        """
+
     async def run(
         self,
         argv: Sequence[str],

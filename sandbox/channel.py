@@ -130,6 +130,14 @@ class SupervisedSandbox:
         request = {"op": "exec", "timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
         return _result(*await self._call(request, command.encode("utf-8", "replace"), timeout_s))
 
+    async def type(self, keys: str, *, wait_s: float, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> bytes:
+        _check_timeout(wait_s)
+        request = {"op": "type", "wait_s": wait_s, "max_output_bytes": max_output_bytes}
+        header, drawn = await self._call(request, keys.encode("utf-8", "replace"), wait_s)
+        if "error" in header:
+            raise SandboxError(f"the terminal could not be used: {header['message']}")
+        return drawn
+
     async def run(
         self,
         argv: Sequence[str],

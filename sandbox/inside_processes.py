@@ -56,15 +56,16 @@ class Processes:
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
-    def spawn(self, argv, env, cwds, fds):
+    def spawn(self, argv, env, cwds, fds, on_terminal=False):
         """Start a process in its own session, in the first of ``cwds`` it can enter, with ``fds`` (target -> source).
 
+        ``on_terminal``: its standard input is a terminal that it shall control, for Ctrl-C and jobs.
         OSError(EAGAIN) at the process limit.
         """
         pid = os.fork()
         if pid == 0:
             try:
-                self._become(argv, env, cwds, fds)
+                self._become(argv, env, cwds, fds, on_terminal)
             except BaseException as error:
                 os.write(2, f"{argv[0]}: {error}\n".encode("utf-8", "replace"))
             finally:
@@ -72,7 +73,7 @@ class Processes:
         self.statuses[pid] = None
         return pid
 
-    def _become(self, argv, env, cwds, fds):
+    def _become(self, argv, env, cwds, fds, on_terminal):
         for fd in self.control_fds:
             os.close(fd)
         signal.set_wakeup_fd(-1)
@@ -81,6 +82,8 @@ class Processes:
         os.setsid()
         for target, source in fds.items():
             os.dup2(source, target)
+        if on_terminal:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         prefer_as_memory_victim()
         for kind, value in self.limits:
             hard = resource.getrlimit(kind)[1]

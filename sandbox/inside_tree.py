@@ -1,9 +1,7 @@
 """Inside a sandbox: emptying, saving and restoring the writable tree. Second part of the supervisor's source."""
 
 import errno
-import io
 import os
-import tarfile
 
 
 def wipe(root, mode):
@@ -116,6 +114,9 @@ def add_to_archive(archive, path):
 
 
 def extract(data):
+    import io
+    import tarfile
+
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         if hasattr(tarfile, "fully_trusted_filter"):
             archive.extraction_filter = staticmethod(tarfile.fully_trusted_filter)

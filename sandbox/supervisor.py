@@ -11,7 +11,7 @@ descriptors are close-on-exec. The end of standard input means the host is gone:
 
 import ctypes
 import errno
-import io
+import fcntl
 import json
 import os
 import resource
@@ -19,7 +19,7 @@ import select
 import signal
 import stat
 import struct
-import tarfile  # all imports before the agent is here: where it is root, it could replace these files
+import termios
 import time
 
 TYPE_CHECKING = False
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # inside a sandbox the three files are one namespace
 
 SCRIPT_FD, STATUS_FD, OUT_FD, ERR_FD = 0, 61, 63, 64  # of the agent's shell; high, so that agents can use 3..60
 TIMEOUT_CODE = 124
+TERMINAL_SIZE = (40, 160)  # lines, columns
 
 
 class HostGone(Exception):
@@ -77,13 +78,50 @@ class Shell:
             os.close(fd)
 
 
+class Terminal:
+    """An interactive bash on a pty, for programs that draw or wait for keys. Nothing is read between two calls."""
+
+    def __init__(self, processes, env, cwds):
+        self.master, slave = os.openpty()
+        try:
+            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *TERMINAL_SIZE, 0, 0))
+            fds = {0: slave, 1: slave, 2: slave}
+            argv = ["bash", "--noprofile", "--norc", "-i"]
+            self.pid = processes.spawn(argv, {**env, "TERM": "xterm", "PS1": "$ "}, cwds, fds, on_terminal=True)
+        except OSError:
+            self.close()
+            raise
+        finally:
+            os.close(slave)
+        os.set_blocking(self.master, False)
+
+    def type(self, keys, wait_s, capture, control_in):
+        """Write ``keys`` as the program takes them and collect what it draws, for ``wait_s``."""
+        poll, end = select.poll(), time.monotonic() + wait_s
+        poll.register(control_in, 0)
+        while (left := end - time.monotonic()) > 0:
+            poll.register(self.master, select.POLLIN | (select.POLLOUT if keys else 0))
+            for fd, event in poll.poll(max(1, int(1000 * left))):
+                if fd == control_in:
+                    raise HostGone
+                if event & select.POLLOUT and keys:
+                    keys = keys[os.write(self.master, keys[:1024]) :]
+                if event & select.POLLIN:
+                    capture.feed(os.read(self.master, 65536))
+                elif event & (select.POLLHUP | select.POLLERR):  # the last program with the terminal is gone
+                    return
+
+    def close(self):
+        os.close(self.master)
+
+
 class Supervisor:
     """Serves one request at a time. ``config`` comes from the host: env, workdir, home, roots, limits."""
 
     def __init__(self, control_in, control_out):
         self.control_in, self.control_out = control_in, control_out
         self.processes = Processes([control_in, control_out])
-        self.shell = None
+        self.shell = self.terminal = None
         self.config = {}
 
     # -- frames ------------------------------------------------------------------------------------------------
@@ -124,6 +162,7 @@ class Supervisor:
         self.reply(header, out)
         if request["op"] in ("configure", "reset"):
             self.ensure_shell()  # ready before the first command asks for it
+            import tarfile  # noqa: F401  now, before an agent that is root could replace the file
 
     # -- commands ----------------------------------------------------------------------------------------------
     def ensure_shell(self, cwd=None):
@@ -165,6 +204,23 @@ class Supervisor:
         else:
             shell.last_code = code
         return self.result(code, watch, outputs.values())
+
+    def do_type(self, request, keys):
+        self.processes.reap()
+        if self.terminal and not self.processes.running(self.terminal.pid):
+            self.drop_terminal()
+        if not self.terminal:
+            cwds = [self.config["workdir"], "/"]
+            self.terminal = Terminal(self.processes, self.config["env"], cwds)
+        capture = Capture(request["max_output_bytes"])
+        self.terminal.type(keys, request["wait_s"], capture, self.control_in)
+        return {}, capture.value()
+
+    def drop_terminal(self):
+        if self.terminal:
+            self.processes.statuses.pop(self.terminal.pid, None)
+            self.terminal.close()
+            self.terminal = None
 
     def do_run(self, request, _):
         self.processes.reap()
@@ -248,6 +304,9 @@ class Supervisor:
         return {}, json.dumps(find(roots, set(request["names"]))).encode()
 
     def do_snapshot(self, *_):
+        import io
+        import tarfile
+
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
             for root, _ in self.config["roots"]:
@@ -264,6 +323,7 @@ class Supervisor:
     def do_kill(self, *_):
         num_killed = self.processes.kill_all()
         self.drop_shell()
+        self.drop_terminal()
         return {"num_killed": num_killed}, b""
 
     def do_reset(self, request, archive):

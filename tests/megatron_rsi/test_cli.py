@@ -1,4 +1,6 @@
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from test_report import make_run
 
 from megatron_rsi.cli import arrange
 from megatron_rsi.rollout.records import Check, Completion, Review, Runbook, Trajectory, Turn, Verdict
+from megatron_rsi.rollout.taskgen import compose, write_suite
 
 
 def command(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +34,8 @@ def test_overrides_may_stand_anywhere() -> None:
 def test_the_documented_commands_exist() -> None:
     done = command("--help")
     assert done.returncode == 0
-    for name in ("train", "collect", "eval", "tasks-generate", "tasks-check", "view", "report", "plan", "doctor"):
+    names = ("train", "collect", "eval", "tasks-generate", "tasks-check", "tasks-overlap", "tasks-split", "view")
+    for name in (*names, "report", "plan", "doctor"):
         assert name in done.stdout
 
 
@@ -45,6 +49,10 @@ def test_the_documented_commands_exist() -> None:
         (["view", "nowhere.jsonl"], "error: no file nowhere.jsonl"),
         (["view", "x", "--only", "good"], "error: --only is 'good', expected all, solved or failed"),
         (["tasks", "check", "nowhere"], "error: no folder nowhere"),
+        (["tasks", "check", ".", "--jobs", "0"], "error: jobs=0 must lie in [1, 1024]"),
+        (["tasks", "check", ".", "--sandbox", "podman"], "error: unknown sandbox kind 'podman'"),
+        (["tasks", "overlap", "a", "b"], "error: task suite a does not exist"),
+        (["tasks", "split", "a", "b"], "error: task suite a does not exist"),
         (["eval", "--checkpoint", "nowhere", "--suites", "s"], "error: no checkpoint in nowhere"),
         (["collect", "--checkpoint", "x", "--tasks", "t", "--out", "o"], "error: no checkpoint in x"),
         (["plan", "--base", "nowhere"], "error: base checkpoint nowhere has no config.json"),
@@ -148,6 +156,27 @@ def test_tasks_generate_writes_every_suite(tmp_path: Path) -> None:
     counts = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines()}
     assert counts == {"train": 3, "validation": 2, "core": 2, "ladder_4": 1, "long": 1}
     assert all((folder / "task.toml").is_file() for folder in (tmp_path / "t" / "train").iterdir() if folder.is_dir())
+
+
+def test_tasks_are_checked_compared_and_split(tmp_path: Path) -> None:
+    write_suite(tmp_path / "a", [compose(random.Random(n), 1, "train") for n in range(4)], "t", random.Random(0))
+    done = command("tasks", "check", str(tmp_path / "a"), "--json", str(tmp_path / "rows.json"))
+    assert (done.returncode, done.stdout) == (0, "4 of 4 tasks are good\n"), done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["task_id"], row["ok"], row["tamper"]) for row in rows] == [(f"t-000{n}", True, True) for n in range(4)]
+    assert set(json.loads((tmp_path / "a" / "checked.json").read_text())) == {row["hash"] for row in rows}
+    done = command("tasks", "split", str(tmp_path / "a"), str(tmp_path / "b"), "--train", "1")
+    assert done.returncode == 0 and sum(int(line.split()[1]) for line in done.stdout.splitlines()) == 4
+    done = command("tasks", "overlap", str(tmp_path / "a"), str(tmp_path / "a"))
+    assert done.returncode == 1 and "equal t-0003 t-0003" in done.stdout and "4 equal" in done.stdout
+
+
+def test_a_sandbox_that_does_not_start_is_one_line(tmp_path: Path) -> None:
+    write_suite(tmp_path / "a", [compose(random.Random(0), 1, "train")], "t", random.Random(0))
+    no_daemon = {"DOCKER_HOST": f"unix://{tmp_path}/none.sock"}
+    done = command("tasks", "check", str(tmp_path / "a"), "--sandbox", "docker", **no_daemon)
+    assert done.returncode == 2 and done.stderr.startswith("error: sandbox: no Docker daemon at"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_doctor_says_what_is_there() -> None:

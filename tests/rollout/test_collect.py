@@ -198,7 +198,7 @@ class BrokenPool:
     """The first ``num_failures`` leases fail as a sandbox that cannot start does."""
 
     def __init__(self, pool: SandboxPool, num_failures: int):
-        self.pool, self.num_left = pool, num_failures
+        self.pool, self.spec, self.num_left = pool, pool.spec, num_failures
 
     @asynccontextmanager
     async def lease(self, spec: SandboxSpec) -> Any:
@@ -273,6 +273,8 @@ def test_a_real_box_that_dies_is_infrastructure(
     runner: asyncio.Runner, pool: SandboxPool, task: Task, tmp_path: Path
 ) -> None:
     class Dying:
+        spec = pool.spec
+
         @asynccontextmanager
         async def lease(self, spec: SandboxSpec) -> Any:
             async with pool.lease(spec) as box:

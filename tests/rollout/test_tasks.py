@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rollout_helpers import sizes, write_task
 
+from megatron_rsi.rollout.hygiene import require_disjoint
 from megatron_rsi.rollout.taskgen import compose, generate_suites
 from megatron_rsi.rollout.tasks import (
     content_hash,
@@ -18,7 +19,6 @@ from megatron_rsi.rollout.tasks import (
     load_suite,
     load_task,
     prepare,
-    require_disjoint,
     sandbox_spec,
 )
 from megatron_rsi.sandbox import SandboxError, SandboxPool, SandboxSpec
