@@ -331,13 +331,28 @@ def plan(
         print(f"{name:<16} {format_bytes(size):>10}   {how}")
 
 
-def doctor() -> None:
-    """Say what a run on this machine can use, what is missing and how to get it. Exit code 1 when no run would work."""
+def doctor(parity: str | None = None, preset: str = "tiny", overrides: Overrides = ()) -> None:
+    """Say what a run on this machine can use, what is missing and how to get it. Exit code 1 when no run would work.
+
+    Args:
+        parity: Checkpoint to compare trainer and engine on instead: log-probs of the same tokens, after a swap of weights.
+        preset: TOML file, or name of a preset in scripts/presets; for --parity.
+        overrides: Dotted overrides of the configuration, for example engine.kind=sglang world.tp=2; for --parity.
+    """
     from rich.text import Text
 
-    from .doctor import examine
+    if parity is not None:
+        _check_checkpoint(parity)
+        from .parity import parity as compare
 
-    findings, console = examine(), _console()
+        findings = [compare(_config(preset, None, None, None, overrides), Path(parity))]
+        if os.environ.get("RANK", "0") != "0":
+            return
+    else:
+        from .doctor import examine
+
+        findings = examine()
+    console = _console()
     styles = {"ok": "green", "optional": "yellow", "problem": "bold red"}
     for finding in findings:
         state = (f"{finding.state:<9}", styles[finding.state])

@@ -22,7 +22,7 @@ PART_COLOURS = {
 }  # fmt: skip
 LADDER_COLOURS = ("#1f7a6f", "#2fa294", "#5bbcae", "#86cfc4")
 CURVES = (("reward", "reward"), ("solved", "strict success in training"), ("loss", "loss"), ("kl", "KL"),
-          ("clip", "clipped share"), ("ev", "explained variance"))  # fmt: skip
+          ("clip", "clipped share"), ("ev", "explained variance"), ("engine_gap_p99", "trainer/engine gap, p99"))  # fmt: skip
 
 
 def suite_label(name: str) -> str:

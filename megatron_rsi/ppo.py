@@ -72,6 +72,24 @@ def score(experience: Experience, critic: Policy, settings: Rpr, lambda_u: float
     experience.replace(scored)
 
 
+def engine_gap(experience: Experience, world: World) -> dict[str, float]:
+    """How far the trainer's log-probs of the sampled tokens are from the engine's before any update; d = trainer - engine.
+
+    ``engine_gap`` mean |d|, ``engine_gap_p99`` its 99th percentile, ``engine_k3`` the mean of e^d - 1 - d, which estimates
+    KL(engine || trainer) and is 0 only where both agree on every token. Empty without tokens.
+    """
+    own = [(_of(b.old_logprobs) - b.engine_logprobs)[b.mask].numpy() for b in experience.batches]
+    gap = np.concatenate(world.all_gather_object(np.concatenate([np.zeros(0, np.float32), *own]), group="dp"))
+    if not len(gap):
+        return {}
+    gap = gap.astype(np.float64)
+    return {
+        "engine_gap": float(np.abs(gap).mean()),
+        "engine_gap_p99": float(np.quantile(np.abs(gap), 0.99)),
+        "engine_k3": float((np.expm1(gap) - gap).mean()),
+    }
+
+
 def whiten(experience: Experience, world: World) -> None:
     batches = experience.batches
     white = packing.whiten([_of(b.advantages) for b in batches], [b.mask for b in batches], world)

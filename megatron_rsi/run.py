@@ -10,7 +10,8 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -60,9 +61,11 @@ class Run:
         )  # fmt: skip
         self.suites = self._load_suites() if suites is None else suites
         self.base = Path(config.base) if config.base else self._make_base()
-        self.chat = Chat.from_dir(self.base)
-        shape = self._check_fit()
-        self.engine = make_engine(config.engine, shape.to_hf(), world.device)
+        self.chat = Chat.from_dir(self.base, config.rollout.chat_format)
+        self.engine = make_engine(
+            config.engine, self._check_fit().to_hf(), world.device,
+            folder=folder / "logs" / f"sglang.{world.rank}", options=config.sglang, rank=world.rank,
+        )  # fmt: skip
 
     def _load_suites(self) -> dict[str, list[Task]]:
         tasks = self.config.tasks
@@ -142,6 +145,15 @@ class Run:
             tensors: Iterable[tuple[str, Tensor]]
             tensors = source.hf_tensors() if isinstance(source, Policy) else load_hf_dir(source)[1].items()
             self.engine.load_weights(tensors, self.version)
+            if self.config.engine.urls:  # ranks may share a server, to which one of them sent the weights
+                self.world.barrier()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The trainer's turn: the engine gives its memory back. It wakes by itself with the next weights or request."""
+        self.engine.sleep()
+        with self.log.timer("train"):
+            yield
 
     # ---- attempts
     def run_async(self, work: Coroutine[Any, Any, T]) -> T:

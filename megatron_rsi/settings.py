@@ -164,16 +164,26 @@ class Sandbox:
 
 @dataclass(frozen=True)
 class Engine:
-    """The policy engine. ``embedded`` runs in the trainer's process, ``sglang`` in its own."""
+    """The policy engine. ``embedded`` runs in the trainer's process, ``sglang`` as one server a process of the trainer.
+
+    All below ``context`` is for sglang. Arguments of its server stand in the table [sglang], named as on its command line.
+    """
 
     kind: str = "embedded"
     max_batch: int = 48  # sequences decoded together
     max_new_tokens: int = 48  # a turn
     context: int = 1024  # tokens a trial
+    python: str | None = None  # interpreter that has SGLang; none = the trainer's own
+    urls: tuple[str, ...] = ()  # servers on this machine that run already, dealt to the processes in turn; else one is started
+    bucket_mb: int = 256  # of weights sent at a time
+    pause: str = "retract"  # what a swap does to running requests: retract (recompute), abort (sent again) or in_place
+    start_timeout_s: float = 600.0
+    max_restarts: int = 3  # in one request or one swap
 
     def __post_init__(self) -> None:
         _one_of(self, "kind", ("embedded", "sglang"))
-        _positive(self, "max_batch", "max_new_tokens", "context")
+        _one_of(self, "pause", ("retract", "abort", "in_place"))
+        _positive(self, "max_batch", "max_new_tokens", "context", "bucket_mb", "start_timeout_s", "max_restarts")
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,7 @@ class Rollout:
     """One trial."""
 
     harnesses: tuple[str, ...] = ("general", "stateful", "retry")  # the first is the deployment harness
+    chat_format: str = "auto"  # by the tokenizer; or tiny, chatml, chatml_no_thinking (Qwen3), llama3
     num_retries: int = 2  # of an attempt whose infrastructure or engine failed
     max_repeats: int = 0  # same command, same answer this often in a row ends a trial; 0 = never (polling is no loop)
 

@@ -15,10 +15,19 @@ from __future__ import annotations
 
 import math
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
 from .errors import ERROR_POLICY, ErrorKind
+
+
+class VersionSpan(NamedTuple):
+    """Tokens [start, end) of a completion were sampled by weights of ``version``."""
+
+    start: int
+    end: int
+    version: int
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +37,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     [5, 9]
 
     ``ids`` holds the stop token when ``finish == "stop"``; ``logprobs`` are natural logs at the sampling temperature.
+    ``weight_version`` is that of the last token; where weights were swapped meanwhile ``version_spans`` tells all.
     Raises ValueError when the lengths differ or a log-prob is not a finite number <= 0.
     """
 
@@ -35,6 +45,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     finish: str  # "stop" | "length"
     weight_version: int
+    version_spans: list[VersionSpan] = []
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.logprobs):

@@ -130,7 +130,7 @@ class Stage:
     def _critic_round(self) -> None:
         settings, progress, number = self.settings, self.progress, self.progress.round
         trajectories, samples = self.collect(f"critic{number}")
-        with self.ctx.log.timer("train"):
+        with self.ctx.training():
             key = f"{self.ctx.config.seed}:{self.name}:critic{number}"
             experience = ppo.make_experience(samples, self.ctx.world, settings, self.max_length, key)
             ppo.score(experience, self.critic, settings, progress.lambda_u)
@@ -194,7 +194,7 @@ class Stage:
         trajectories, samples = self.collect(f"update{number}")
         values: dict[str, float | None] = {}
         if samples:
-            with self.ctx.log.timer("train"):
+            with self.ctx.training():
                 values = self._train(samples, f"{self.ctx.config.seed}:{self.name}:update{number}")
             self.ctx.hot_swap(self.actor)
         else:
@@ -207,13 +207,14 @@ class Stage:
         settings, progress = self.settings, self.progress
         experience = ppo.make_experience(samples, self.ctx.world, settings, self.max_length, key)
         ppo.score(experience, self.critic, settings, progress.lambda_u, self.actor)
+        gaps = ppo.engine_gap(experience, self.ctx.world)
         report = ppo.calibrate(experience, self.ctx.world)
         ev = report.ev if report is not None else None
         progress.num_bad_ev = progress.num_bad_ev + 1 if ev is not None and ev < 0 else 0
         if settings.whiten:
             ppo.whiten(experience, self.ctx.world)
         critic = ppo.fit_critic(experience, self.critic, settings, settings.critic_lr, settings.critic_epochs, key)
-        values: dict[str, float | None] = {"ev": ev, "value_loss": critic["value_loss_sum"] / critic["num_tokens"]}
+        values: dict[str, float | None] = {"ev": ev, "value_loss": critic["value_loss_sum"] / critic["num_tokens"], **gaps}
         if progress.num_bad_ev >= settings.ev_alarm_steps:
             self.ctx.log.warning(
                 f"{self.name}: explained variance below 0 for {progress.num_bad_ev} updates; actor held"
@@ -225,7 +226,7 @@ class Stage:
         return values | {
             "kl": actor["approx_kl_sum"] / tokens, "clip": actor["clip_count"] / tokens, "ratio_max": actor["ratio_max"],
             "ratio_min": actor["ratio_min"], "grad_norm": actor["grad_norm"], "epochs": actor["epochs"],
-            "engine_gap": actor["engine_gap_sum"] / tokens, "engine_gap_max": actor["engine_gap_max"], "lr": lr,
+            "engine_gap_max": actor["engine_gap_max"], "lr": lr,
             "num_dropped": float(experience.num_dropped),
         }  # fmt: skip
 

@@ -202,7 +202,7 @@ def fine_tune(ctx: Run, stage: str, parent: Path, target: Path, samples: Sequenc
         return target
     settings, world = ctx.config.rsr, ctx.world
     shape, tensors = load_hf_dir(parent)
-    with ctx.log.timer("train"):
+    with ctx.training():
         policy = Policy(shape, world, OptimizerConfig.of(ctx.config.world, world), megatron=ctx.config.megatron)
         policy.load_hf(tensors)
         sequences = fitting([packing.Sample.of(t) for t in samples], shape.max_position_embeddings, ctx.log)

@@ -17,7 +17,11 @@ class ScriptedEngine:
         self.reply, self.context, self.weight_version = reply, context, 0
 
     async def generate(self, ids: list[int], sampling: Sampling, session: str) -> Completion:
-        answer = self.reply(session, ids)[: sampling.max_new_tokens]
+        if not 0 < len(ids) < self.context:
+            raise ValueError(f"prompt of {len(ids)} tokens does not fit a context of {self.context}")
+        answer = self.reply(session, ids)[: min(sampling.max_new_tokens, self.context - len(ids))]
+        stops = [n for n, token in enumerate(answer) if token in sampling.stop_ids]
+        answer = answer[: stops[0] + 1] if stops else answer
         finish = "stop" if answer and answer[-1] in sampling.stop_ids else "length"
         return Completion(ids=answer, logprobs=[0.0] * len(answer), finish=finish, weight_version=self.weight_version)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -216,6 +217,17 @@ def test_the_first_pass_starts_at_ratio_one(world: World) -> None:
     assert metrics["approx_kl_sum"] == pytest.approx(0.0, abs=1e-5)
 
 
+def test_the_gap_between_trainer_and_engine(world: World) -> None:
+    """Worked case: d = 0.5, -0.5 and 0 at the sampled tokens, and something else where nothing was sampled."""
+    batch = make_batch([Sample("a", [1, 2, 3, 4], [False, True, True, True], [0] * 4, [9.0, -1.0, -2.0, -3.0])])
+    experience = ppo.Experience([[batch.with_(old_logprobs=torch.tensor([5.0, -0.5, -2.5, -3.0]))]], [3.0], 0)
+    gaps = ppo.engine_gap(experience, world)
+    assert gaps["engine_gap"] == pytest.approx(1 / 3)
+    assert gaps["engine_gap_p99"] == pytest.approx(0.5)
+    assert gaps["engine_k3"] == pytest.approx((math.exp(0.5) + math.exp(-0.5) - 2) / 3)
+    assert ppo.engine_gap(ppo.Experience([[PackedBatch.empty().with_(old_logprobs=torch.zeros(1))]], [0.0], 0), world) == {}
+
+
 # ---- the stage: scripted trials, real actor, critic, checkpoints and log
 
 TASKS = [Task(task_id=f"t{n}", path="/nowhere", instruction="x", max_turns=4) for n in range(80)]
@@ -237,6 +249,9 @@ class Bench:
         self.deployment_harness = "general"
         self.num_swaps = 0
         self.labels: list[str] = []
+
+    def training(self) -> Any:
+        return self.log.timer("train")
 
     def hot_swap(self, source: Policy) -> None:
         self.num_swaps += 1

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from sglang_helpers import sglang_engine
 
+from megatron_rsi.rollout.engines.sglang import SGLangEngine
 from megatron_rsi.sandbox import SandboxPool, SandboxSpec
 
 
@@ -22,3 +24,11 @@ def pool(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> It
     runner.run(made.__aenter__())
     yield made
     runner.run(made.close(drain_s=0.0))
+
+
+@pytest.fixture(scope="session")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """One real server for all tests: its start is what costs."""
+    engine = sglang_engine(tmp_path_factory.mktemp("sglang"))
+    yield engine
+    engine.close()
