@@ -345,7 +345,7 @@ def doctor(parity: str | None = None, preset: str = "tiny", overrides: Overrides
         _check_checkpoint(parity)
         from .parity import parity as compare
 
-        findings = [compare(_config(preset, None, None, None, overrides), Path(parity))]
+        findings = [compare(_config(preset, None, None, parity, overrides), Path(parity))]
         if os.environ.get("RANK", "0") != "0":
             return
     else:
