@@ -165,9 +165,12 @@ def test_log_probs_equal_the_trainers_after_a_swap(engine: SGLangEngine, tmp_pat
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", layout[-1]]
     command += ["-m", "megatron_rsi", "doctor", "--parity", str(tmp_path), "world.device=cpu", layout]
     command += ["engine.kind=sglang", f'engine.urls=["{engine.url}"]', "engine.context=128", "engine.max_new_tokens=24"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "ok        parity" in done.stdout and "sglang" in done.stdout, done.stdout
+    output = tmp_path / "output"  # no pipe: torch's manager of shared memory inherits it and lives as long as the server
+    with output.open("w") as file:
+        done = subprocess.run(command, stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    text = output.read_text()
+    assert done.returncode == 0, text[-3000:]
+    assert "ok        parity" in text and "sglang" in text, text
 
 
 def test_buckets_are_bounded_and_hold_every_byte() -> None:
