@@ -21,6 +21,7 @@ def need_sglang() -> None:
     pytest.skip(f"NOT TESTED with the real SGLang: no {PYTHON}; make it with: bash scripts/sglang_cpu")
 
 
+@pytest.mark.sglang
 def test_one_update_with_sglang_as_the_engine(base: Path, tmp_path: Path) -> None:
     need_sglang()
     scratch, folder = tmp_path / "scratch", tmp_path / "run"

@@ -19,7 +19,10 @@ CONFIG = model_config()
 PROMPT = list(range(10, 40))
 
 
-@pytest.fixture(params=["embedded", "scripted", "sglang"])
+SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
+
+
+@pytest.fixture(params=["embedded", "scripted", SGLANG])
 def engine(request: pytest.FixtureRequest) -> Any:
     """With weights of seed 0 under version 1."""
     if request.param == "scripted":
@@ -32,7 +35,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
     return made
 
 
-@pytest.fixture(params=["embedded", "sglang"])
+@pytest.fixture(params=["embedded", SGLANG])
 def real(request: pytest.FixtureRequest) -> Any:
     """Engines that run a model."""
     if request.param == "embedded":

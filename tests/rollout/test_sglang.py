@@ -28,7 +28,10 @@ from megatron_rsi.rollout.records import Completion
 
 CONFIG = model_config()
 LONG = dict(max_new_tokens=90, stop_ids=(), temperature=0.8)
-pytestmark = pytest.mark.timeout(900)  # for a hang: a restart takes seconds, on a busy machine minutes
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.timeout(900),  # for a hang: a restart takes seconds, on a busy machine minutes
+]
 
 
 @pytest.fixture()
