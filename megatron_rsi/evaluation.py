@@ -77,6 +77,8 @@ def summarise(trajectories: Sequence[Trajectory]) -> SuiteResult | None:
 def collect(config: Config, checkpoint: Path, tasks: Path, out: Path, *, harness: str, samples: int) -> None:
     """Lets a checkpoint attempt every task of a folder; trajectories are appended to ``out``, a .jsonl file."""
     make_harness(harness)
+    if samples < 1:
+        raise ValueError(f"--samples must be 1 or more, got {samples}")
     if out.suffix != ".jsonl":
         raise ValueError(f"--out {out} must be a .jsonl file")
     suites = {"collect": load_suite(tasks)}

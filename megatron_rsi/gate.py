@@ -194,4 +194,4 @@ def load(path: Path | str) -> GateDecision:
     except FileNotFoundError:
         raise ValueError(f"no gate decision at {path}") from None
     except msgspec.DecodeError as error:  # malformed JSON or wrong fields
-        raise ValueError(f"{path} is not a gate decision: {error}") from None
+        raise ValueError(f"{path} is not a gate decision ({error}): remove it to have it decided again") from None
