@@ -208,6 +208,8 @@ def _write_hf(policy: Policy, part: Path, final: Path, tensors: dict[str, Tensor
 def load_hf_dir(directory: Path | str) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Config and full tensors of a Hugging Face folder, with one weight file or shards and an index.
 
+    Tensors come in the order of ``weights.rules``, as a policy streams them: files keep them by name.
+
     Raises ValueError, naming the file, when the folder, its config, a shard or a tensor is missing, unreadable, of a
     shape that the config does not say, or not finite.
     """
@@ -216,11 +218,12 @@ def load_hf_dir(directory: Path | str) -> tuple[ModelConfig, dict[str, Tensor]]:
     value_head = "value_head.weight" in tensors
     if value_head or config.tie_word_embeddings:
         used.pop("lm_head.weight", None)
+    table = rules(config, value_head)
     try:
-        check_tensors(rules(config, value_head), used)
+        check_tensors(table, used)
     except ValueError as error:
         raise ValueError(f"checkpoint {directory}: {error}") from None
-    return config, tensors
+    return config, {name: tensors[name] for rule in table for name in rule.names} | tensors
 
 
 def read_hf_config(directory: Path | str) -> ModelConfig:

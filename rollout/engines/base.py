@@ -44,7 +44,10 @@ class PolicyEngine(Protocol):
     def release(self, session: str) -> None: ...
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Takes Hugging Face named tensors. Every completion after it carries ``version``; cached prefixes are dropped."""
+        """Takes Hugging Face named tensors, of each layer q, k, v and gate, up in turn.
+
+        Every completion after it carries ``version``; cached prefixes are dropped.
+        """
 
     def sleep(self) -> None:
         """Frees the KV cache while the trainer works."""

@@ -168,3 +168,10 @@ def test_hugging_face_folders_sharded_and_broken(world: World, tmp_path: Path) -
         checkpoint.load_hf_dir(tmp_path)
     with pytest.raises(ValueError, match="no config.json"):
         checkpoint.load_hf_dir(tmp_path / "absent")
+
+
+def test_tensors_come_in_the_order_in_which_a_policy_streams_them(world: World, tmp_path: Path) -> None:
+    """An engine that joins q, k and v compares a checksum over their bytes in turn; a file keeps names in another order."""
+    actor = make(world)
+    checkpoint.export_hf(actor, tmp_path / "actor")
+    assert list(checkpoint.load_hf_dir(tmp_path / "actor")[1]) == [name for name, _ in actor.hf_tensors()]
