@@ -402,7 +402,14 @@ def test_the_embedded_engine_in_the_loop(runner: asyncio.Runner, pool: SandboxPo
     alone, _ = collect(
         runner, pool, tmp_path / "b", engine(), attempts_of(small, 6), Limits(max_new_tokens=12, concurrency=1)
     )
-    assert {k: t.tokens for k, t in together.items()} == {k: t.tokens for k, t in alone.items()}
+    compared = 0
+    for name, attempt in together.items():
+        for a, b in zip(attempt.turns, alone[name].turns, strict=False):
+            if a.context_ids != b.context_ids:  # the random command `a&b` lets two jobs write in either order
+                break
+            assert a.completion.ids == b.completion.ids, name
+            compared += 1
+    assert compared >= 18, "most turns answer the same context"
     assert len({tuple(t.tokens) for t in together.values()}) == 6, "attempts draw different numbers"
     for t in together.values():
         assert t.verdict.error is None and {x.completion.weight_version for x in t.turns} == {5}
