@@ -251,7 +251,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("processor time, peer / ours, one thread: median, lowest and highest round")
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 def main() -> None:
