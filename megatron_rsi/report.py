@@ -286,8 +286,8 @@ def aggregate(run_dirs: Sequence[Path | str], picture: Path | str | None = None)
         from . import figures
 
         figures.seeds(runs, Path(picture))
-    suite = "core" if "core" in runs[0].suites else runs[0].suites[0]
-    return _by_stage(runs, suite).markdown() + "\n\n" + _first_to_last(runs).markdown() + "\n"
+    grids = [_by_stage(runs, suite) for suite in sort_suites(set(runs[0].suites))]
+    return "\n\n".join(grid.markdown() for grid in [*grids, _first_to_last(runs)]) + "\n"
 
 
 def _check_comparable(runs: Sequence[Results]) -> None:

@@ -154,7 +154,8 @@ def test_a_rolled_back_stage_leaves_the_model_before_it_standing(tmp_path: Path)
 def test_aggregate_gives_mean_and_spread_over_seeds(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / str(seed), seed, shift=shift) for seed, shift in [(2, 0.1), (0, 0.0), (1, -0.1)]]
     text = report.aggregate(runs, tmp_path / "seeds.png")
-    rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
+    rows = {line.split(" | ")[0].strip("| "): line for line in reversed(text.splitlines())}  # core is first
+    assert text.count("| mean ± sd |") == len(read_results(tmp_path / "0").suites)
     assert rows["0"] == "| 0 | 27.0 | 55.1 | 50.0 (rolled back) | 69.9 | +43.0 |"
     # base 44/256, 69/256, 95/256: mean 27.08, sd 9.96; the third column repeats the model that stands
     assert rows["mean ± sd"].startswith("| mean ± sd | 27.1 ± 10.0 | 54.9 ± 10.0 | 54.9 ± 10.0 | 70.1 ± 10.0 |")
